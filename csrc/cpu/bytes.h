@@ -1,0 +1,140 @@
+#pragma once
+#include "simd.h"
+
+// Vectors of 4·kLanes bytes, seen as kLanes/4 parts of 16: what integer dot products and nibble tables need beyond simd.h.
+// "In each part" is how x86 shuffles work, and the layouts of gemm_block.cpp are built on it.
+namespace fp4ext::cpu::FP4EXT_ISA {
+
+typedef uint8_t RawB __attribute__((vector_size(kLanes * 4)));
+inline constexpr int kParts = kLanes / 4;
+
+struct VB {
+  RawB v;
+};
+
+// 16 bytes, repeated in each part.
+FP4_HD VB repeat16(const uint8_t* p) {
+  VB r;
+  for (int i = 0; i < kParts; ++i) std::memcpy(reinterpret_cast<char*>(&r) + 16 * i, p, 16);
+  return r;
+}
+
+// Part i: the 16 bytes at rows[4i] + offset.
+FP4_HD VB gather16(const uint8_t* const* rows, int64_t offset) {
+#if defined(__AVX512F__)
+  __m512i r = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[0] + offset)));
+  r = _mm512_inserti32x4(r, _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[4] + offset)), 1);
+  r = _mm512_inserti32x4(r, _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[8] + offset)), 2);
+  r = _mm512_inserti32x4(r, _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[12] + offset)), 3);
+  return VB{RawB(r)};
+#elif defined(__AVX2__)
+  const __m256i r = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[0] + offset)));
+  return VB{RawB(_mm256_inserti128_si256(r, _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[4] + offset)), 1))};
+#else
+  return repeat16(rows[0] + offset);
+#endif
+}
+
+FP4_HD VB load_bytes(const uint8_t* p) {
+  VB r;
+  std::memcpy(&r.v, p, sizeof(r.v));
+  return r;
+}
+
+FP4_HD VB low_nibbles(VB a) { return VB{a.v & (RawB{} + uint8_t{15})}; }
+FP4_HD VB high_nibbles(VB a) { return VB{RawB(RawU(a.v) >> 4) & (RawB{} + uint8_t{15})}; }
+
+// table[index] in each part; index < 16.
+FP4_HD VB lookup16(VB table, VB index) {
+#if defined(__AVX512F__)
+  return VB{RawB(_mm512_shuffle_epi8(__m512i(table.v), __m512i(index.v)))};
+#elif defined(__AVX2__)
+  return VB{RawB(_mm256_shuffle_epi8(__m256i(table.v), __m256i(index.v)))};
+#else
+  VB r;
+  for (int i = 0; i < kLanes * 4; ++i) r.v[i] = table.v[index.v[i]];
+  return r;
+#endif
+}
+
+// a0 b0 a1 b1 … of the low or the high halves of each part, in units of 8, 32 or 64 bits.
+#if defined(__AVX512F__)
+#define FP4EXT_INTERLEAVE(name, intrinsic, ...) \
+  FP4_HD VB name(VB a, VB b) { return VB{RawB(_mm512_##intrinsic(__m512i(a.v), __m512i(b.v)))}; }
+#elif defined(__AVX2__)
+#define FP4EXT_INTERLEAVE(name, intrinsic, ...) \
+  FP4_HD VB name(VB a, VB b) { return VB{RawB(_mm256_##intrinsic(__m256i(a.v), __m256i(b.v)))}; }
+#else
+#define FP4EXT_INTERLEAVE(name, intrinsic, ...) \
+  FP4_HD VB name(VB a, VB b) { return VB{__builtin_shuffle(a.v, b.v, RawB{__VA_ARGS__})}; }
+#endif
+FP4EXT_INTERLEAVE(low8, unpacklo_epi8, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+FP4EXT_INTERLEAVE(high8, unpackhi_epi8, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+FP4EXT_INTERLEAVE(low32, unpacklo_epi32, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23)
+FP4EXT_INTERLEAVE(high32, unpackhi_epi32, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)
+FP4EXT_INTERLEAVE(low64, unpacklo_epi64, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+FP4EXT_INTERLEAVE(high64, unpackhi_epi64, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+#undef FP4EXT_INTERLEAVE
+
+// Sums of products of bytes, one a 32-bit lane: Σ unsigned w · signed x over the lane's four bytes, four such groups at a time.
+// AVX2 adds pairs in 16 bits, which holds as long as |Σ of 8 products| < 2^15 (gemm_block.cpp: 8·24·12).
+struct DotSums {
+#if defined(__AVX512F__) || !defined(__AVX2__)
+  RawI v;
+#else
+  __m256i v;
+#endif
+};
+FP4_HD DotSums dot4(DotSums sum, bool start, VB w, const int32_t* x) {
+#if defined(__AVX512F__)
+  return {RawI(_mm512_dpbusd_epi32(start ? _mm512_setzero_si512() : __m512i(sum.v), __m512i(w.v), _mm512_set1_epi32(*x)))};
+#elif defined(__AVX2__)
+  const __m256i products = _mm256_maddubs_epi16(__m256i(w.v), _mm256_set1_epi32(*x));
+  __m256i r = start ? products : _mm256_add_epi16(sum.v, products);
+  asm("" : "+x"(r));  // else GCC makes the chain of adds a tree, whose leaves do not fit the registers: half the speed
+  return {r};
+#else
+  int8_t a[4];
+  std::memcpy(a, x, 4);
+  RawI r = start ? RawI{} : sum.v;
+  for (int i = 0; i < kLanes; ++i)
+    r[i] += w.v[4 * i] * a[0] + w.v[4 * i + 1] * a[1] + w.v[4 * i + 2] * a[2] + w.v[4 * i + 3] * a[3];
+  return {r};
+#endif
+}
+FP4_HD VF to_float(DotSums sum) {
+#if defined(__AVX512F__)
+  return VF(RawF(_mm512_cvtepi32_ps(__m512i(sum.v))));
+#elif defined(__AVX2__)
+  return VF(RawF(_mm256_cvtepi32_ps(_mm256_madd_epi16(sum.v, _mm256_set1_epi16(1)))));
+#else
+  return VF(__builtin_convertvector(sum.v, RawF));
+#endif
+}
+
+// One float in every lane, its sign of zero kept (VF(float) adds it to +0).
+FP4_HD VF splat(const float* p) {
+#if defined(__AVX512F__)
+  return VF(RawF(_mm512_set1_ps(*p)));
+#elif defined(__AVX2__)
+  return VF(RawF(_mm256_broadcast_ss(p)));
+#else
+  return VF(RawF{*p, *p, *p, *p});
+#endif
+}
+
+// kLanes bytes, zero-extended.
+FP4_HD VU widen8(const uint8_t* p) {
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes b;
+  std::memcpy(&b, p, kLanes);
+  return VU(__builtin_convertvector(b, RawU));
+}
+FP4_HD VU widen16(const uint8_t* p) {
+  typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+  Halves h;
+  std::memcpy(&h, p, kLanes * 2);
+  return VU(__builtin_convertvector(h, RawU));
+}
+
+}  // namespace fp4ext::cpu::FP4EXT_ISA

@@ -1,0 +1,46 @@
+#pragma once
+#include "isa.h"
+
+// y[m,n] = (Σ_k x[m,k]·w[n,k]) · g_x[m]·g_w[n] + bias[n], the order of the sum being law (docs/numerics.md, 9).
+//
+// K is cut into chunks of 1024, whose sums are added in order. Inside a chunk:
+//   block order (both operands E2M1):  acc = fma(I_b, s_x·s_w, acc) over the 16-blocks b, I_b the exact sum of 16 element products
+//   lane order (everything else):      acc_l = fma(x'_k, w'_k, acc_l) for k ≡ l mod 16, x' = element·scale; then a tree over the 16 lanes
+//
+// On a CPU both are the same loop. A SIMD lane is a column n of y, so every element of y has its own chain of operations, in the order
+// of the law, however many rows and columns stand around it: the result cannot depend on M, on the tile, on the thread or on the width
+// of a vector. One row (decode) and 512 (prefill) run the same code.
+//
+//   for 512 rows of x at a time:                    x packed once, in tiles of a few rows
+//     for strips of a few vectors of columns of w:  in parallel
+//       for steps of K:                             w unpacked into a panel that stays in the cache
+//         for tiles of rows:                        the micro-kernel: tile × strip sums in registers
+namespace fp4ext::cpu {
+
+enum class Elem { e2m1, e4m3, e5m2, bf16, fp16, fp32 };
+enum class ScaleElem { none, e4m3, e8m0 };
+
+// One operand, contraction last, contiguous.
+struct Operand {
+  const void* codes;      // [rows, k_stored], two a byte for e2m1
+  const uint8_t* scales;  // [rows, k_stored / block]; null for plain formats
+  const float* global;    // decode multiplier, or null
+  int64_t global_stride;  // 0: one for all; 1: one a row
+  Elem elem;
+  ScaleElem scale;
+  int block;  // 16 or 32; 0 for plain formats
+  int64_t rows;
+  int64_t k_stored;  // elements stored a row, padding included
+
+  int64_t row_bytes() const {
+    return elem == Elem::e2m1 ? k_stored / 2 : elem == Elem::fp32 ? k_stored * 4 : elem == Elem::bf16 || elem == Elem::fp16 ? k_stored * 2 : k_stored;
+  }
+  const uint8_t* row(int64_t r) const { return static_cast<const uint8_t*>(codes) + r * row_bytes(); }
+  const uint8_t* row_scales(int64_t r) const { return scales + r * (k_stored / block); }
+};
+
+// k: how far both are contracted, at most either k_stored; from k to the next multiple of 16 the elements count as 0.
+// bias: fp32 [w.rows] or null. y: [x.rows, w.rows], bf16 or fp32. Any size may be 0.
+void gemm(const Operand& x, const Operand& w, int64_t k, const float* bias, void* y, bool y_bf16, const Parallel& parallel);
+
+}  // namespace fp4ext::cpu

@@ -1,0 +1,77 @@
+#pragma once
+#include "../quantize.h"
+#include "../simd.h"
+
+// Numbers in memory to lanes of fp32 and back. Every input type is exact in fp32.
+namespace fp4ext::cpu::FP4EXT_ISA {
+
+struct BF16 {
+  uint16_t u;
+};
+struct FP16 {
+  uint16_t u;
+};
+
+typedef uint16_t RawH __attribute__((vector_size(kLanes * 2)));
+
+FP4_HD float to_float(float x) { return x; }
+FP4_HD float to_float(BF16 x) { return as_float(static_cast<uint32_t>(x.u) << 16); }
+FP4_HD float to_float(FP16 x) {
+  // Rebase the exponent by a multiplication, which also normalizes subnormals; infinities and NaNs keep a full exponent.
+  const uint32_t sign = (x.u & 0x8000u) << 16, magnitude = x.u & 0x7fffu;
+  const uint32_t u = magnitude >= 0x7c00u ? (magnitude << 13) | kInfBits : bits(as_float(magnitude << 13) * 0x1p112f);
+  return as_float(u | sign);
+}
+
+// kLanes consecutive elements.
+FP4_HD VF load_lanes(const float* p) { return load<VF>(p); }
+FP4_HD VF load_lanes(const BF16* p) {
+  RawH h;
+  std::memcpy(&h, p, sizeof(h));
+  return as_float(VU(__builtin_convertvector(h, RawU)) << 16);
+}
+FP4_HD VF load_lanes(const FP16* p) {
+#if defined(__AVX512F__)
+  return VF(RawF(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
+#elif defined(__F16C__)
+  return VF(RawF(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#else
+  VF r;
+  for (int i = 0; i < kLanes; ++i) r.v[i] = to_float(p[i]);
+  return r;
+#endif
+}
+
+// Nearest even; a NaN stays a NaN.
+FP4_HD void from_float(float x, float& out) { out = x; }
+FP4_HD void from_float(float x, BF16& out) {
+  const uint32_t u = bits(x);
+  const bool nan = (u & ~kSignBit) > kInfBits;
+  out.u = static_cast<uint16_t>(nan ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+FP4_HD void from_float(float x, FP16& out) {
+  const uint32_t u = bits(x), sign = (u >> 16) & 0x8000u;
+  const float v = abs_of(x);
+  uint32_t h;
+  if (!(v < 65520.0f)) {
+    h = v != v ? 0x7e00u : 0x7c00u;
+  } else if (v < 0x1p-14f) {
+    h = bits(v + 0.5f) - bits(0.5f);  // ulp(0.5) = 2^-24, the subnormal step
+  } else {
+    const uint32_t m = bits(v);
+    h = ((m + 0xfffu + ((m >> 13) & 1)) >> 13) - (112u << 10);
+  }
+  out.u = static_cast<uint16_t>(h | sign);
+}
+
+// Calls f with a null pointer of the C++ type of that dtype.
+template <class Fn>
+FP4_HD void with_dtype(Dtype dtype, Fn&& f) {
+  switch (dtype) {
+    case Dtype::fp32: return f(static_cast<float*>(nullptr));
+    case Dtype::bf16: return f(static_cast<BF16*>(nullptr));
+    case Dtype::fp16: return f(static_cast<FP16*>(nullptr));
+  }
+}
+
+}  // namespace fp4ext::cpu::FP4EXT_ISA

@@ -1,0 +1,154 @@
+#pragma once
+#include "e8m0.h"
+#include <type_traits>
+
+// How the 16 (or 16×16) elements of an NVFP4 block get their E4M3 scale (docs/numerics.md, 2 and 5).
+//
+// With S_dec the outer scale, a block whose scale byte is s encodes x as E2M1(x·enc(s)) and decodes q as q·dec(s):
+//   dec(s) = fl(float(s)·S_dec),  enc(s) = min(1/dec(s), FLT_MAX).
+// The near-equivalents are wrong: enc = S_enc/s changes 2.0e-4 of the codes, (a/6)·S_enc in rule amax 2.3e-4 of the scales.
+namespace fp4ext {
+
+enum class ScaleRule { amax, four_over_six, four_over_six_mae, four_over_six_absmax, sweep, minvar, ceil, floor };
+enum class Rounding { nearest, stochastic, eden };
+
+template <class F>
+struct Outer {
+  F enc, dec;  // S_enc, S_dec
+};
+
+// What the largest element of the outer group is scaled to: 6·448, or 6·256 where a rule needs room for larger scales.
+FP4_HD float outer_target(ScaleRule rule) { return rule == ScaleRule::amax ? 2688.0f : 1536.0f; }
+
+// The smallest power of two >= x, at least 2^-126.
+FP4_HD float power_of_two_up(float x) {
+  const float p = as_float((bits(x) + 0x007fffffu) & 0xff800000u);
+  return p < 0x1p-126f ? 0x1p-126f : p;
+}
+
+// A is the largest finite magnitude of the outer group.
+FP4_HD Outer<float> outer_scale(float A, float target, bool pow2) {
+  const float enc = A == 0.0f ? 1.0f : min_of(target / A, kFloatMax), dec = 1.0f / enc;
+  if (!pow2) return {enc, dec};
+  return {1.0f / power_of_two_up(dec), power_of_two_up(dec)};
+}
+
+// MS-EDEN's own outer scale (rule amax): dec = A/(255.99·val_max), val_max = 6/((17/16)·0.93).
+inline constexpr double kEdenValMax = 6.0 / ((17.0 / 16.0) * 0.93);
+FP4_HD Outer<float> eden_outer_scale(float A, bool pow2) {
+  const float dec = A == 0.0f ? 1.0f : A / static_cast<float>(255.99 * kEdenValMax);
+  return {0.0f, pow2 ? power_of_two_up(dec) : dec};  // eden_scale never asks for S_enc
+}
+template <class F>
+FP4_HD UintOf<F> eden_scale(F a, F S_dec) {
+  return E4M3::encode(min_of(a / (constant<F>(static_cast<float>(kEdenValMax)) * S_dec), constant<F>(448.0f)));
+}
+
+template <class F>
+FP4_HD F decode_multiplier(F scale, F dec) {
+  return scale * dec;
+}
+template <class F>
+FP4_HD F encode_multiplier(F decode) {
+  return min_of(constant<F>(1.0f) / decode, constant<F>(kFloatMax));
+}
+
+// The errors by which candidates are compared, accumulated in index order.
+struct SquaredError {
+  template <class F>
+  static FP4_HD F add(F sum, F d) { return sum + d * d; }
+};
+struct AbsoluteError {
+  template <class F>
+  static FP4_HD F add(F sum, F d) { return sum + abs_of(d); }
+};
+struct MaximumError {
+  template <class F>
+  static FP4_HD F add(F sum, F d) { return max_of(abs_of(d), sum); }
+};
+
+// The error of a block, given as magnitudes, under the scale byte s. Signs never matter: x and its code have the same.
+template <class Error, int N, class F>
+FP4_HD F nearest_error(const F* magnitude, UintOf<F> s, F S_dec) {
+  const F dec = decode_multiplier(E4M3::decode(s), S_dec), enc = encode_multiplier(dec);
+  F sum = constant<F>(0.0f);
+  for (int i = 0; i < N; ++i) sum = Error::add(sum, magnitude[i] - E2M1::round(magnitude[i] * enc) * dec);
+  return sum;
+}
+
+// The variance of stochastic rounding, Σ (hi-y)(y-lo), in units of the block's scale, times that scale squared.
+template <int N, class F>
+FP4_HD F stochastic_variance(const F* magnitude, UintOf<F> s, F S_dec) {
+  using U = UintOf<F>;
+  const F scale = E4M3::decode(s), enc = encode_multiplier(decode_multiplier(scale, S_dec));
+  F sum = constant<F>(0.0f);
+  for (int i = 0; i < N; ++i) {
+    const F y = min_of(magnitude[i] * enc, constant<F>(6.0f));
+    // lo: the fp32 with the dropped mantissa bits cleared (above 1), or 0, .5 below; hi: the next code, or lo itself where y is representable.
+    const U code = E2M1::encode(y);
+    const F near = E2M1::decode(code);
+    const U lo_code = code - select(near > y, U(1u), U(0u));
+    const F lo = E2M1::decode(lo_code);
+    const F hi = select(lo == y, lo, E2M1::decode(lo_code + U(1u)));
+    sum = sum + (hi - y) * (y - lo);
+  }
+  return sum * (scale * scale);
+}
+
+// The scale byte of a block of N elements, given as magnitudes; a is the largest of them.
+template <ScaleRule rule, bool kUp, int N, class F>
+FP4_HD UintOf<F> choose_scale(const F* magnitude, F a, Outer<F> outer) {
+  using U = UintOf<F>;
+  const F limit = constant<F>(448.0f);
+  if constexpr (rule == ScaleRule::amax) {
+    const F v = min_of(a * (outer.enc * constant<F>(1.0f / 6.0f)), constant<F>(kFloatMax));
+    return kUp ? E4M3::encode_up(v) : E4M3::encode(v);
+  } else {
+    const F b = (a / constant<F>(6.0f)) * outer.enc;
+    U best;
+    F best_error;
+    const auto offer = [&](U s, F error) {
+      const auto better = error < best_error;
+      best = select(better, s, best);
+      best_error = select(better, error, best_error);
+    };
+    if constexpr (rule == ScaleRule::sweep) {
+      const U c0 = E4M3::encode(min_of(b, limit));
+      const int steps[5] = {0, -1, 1, 4, 5};
+      for (int i = 0; i < 5; ++i) {
+        // c0 may be 0: add before subtracting, in unsigned.
+        U s = select(c0 + U(static_cast<uint32_t>(steps[i] + 1)) < U(2u), U(1u), c0 + U(static_cast<uint32_t>(steps[i])));
+        s = select(s > U(126u), U(126u), s);
+        const F error = nearest_error<SquaredError, N>(magnitude, s, outer.dec);
+        if (i == 0) {
+          best = s;
+          best_error = error;
+        } else {
+          offer(s, error);
+        }
+      }
+    } else if constexpr (rule == ScaleRule::minvar) {
+      const U c0 = E4M3::encode_up(min_of(b, limit));
+      for (uint32_t i = 0; i < 6; ++i) {
+        const U s = select(c0 + U(i) > U(126u), U(126u), c0 + U(i));
+        const F error = stochastic_variance<N>(magnitude, s, outer.dec);
+        if (i == 0) {
+          best = s;
+          best_error = error;
+        } else {
+          offer(s, error);
+        }
+      }
+    } else {
+      using Error = std::conditional_t<rule == ScaleRule::four_over_six_mae, AbsoluteError,
+                    std::conditional_t<rule == ScaleRule::four_over_six_absmax, MaximumError, SquaredError>>;
+      best = E4M3::encode(min_of(b, limit));
+      best_error = nearest_error<Error, N>(magnitude, best, outer.dec);
+      const U four = E4M3::encode(min_of(b * constant<F>(1.5f), limit));
+      offer(four, nearest_error<Error, N>(magnitude, four, outer.dec));
+    }
+    return best;
+  }
+}
+
+}  // namespace fp4ext

@@ -1,0 +1,147 @@
+#include <torch/csrc/stable/library.h>
+
+#include "checks.h"
+#include "parse.h"
+
+// quantize, quantize_rowcol and amax on the CPU: check, measure the outer scale, allocate, run.
+namespace fp4ext {
+namespace {
+
+using std::optional;
+using std::string;
+
+Rng read_rng(const optional<Tensor>& rng, bool needed) {
+  if (!rng) {
+    STD_TORCH_CHECK(!needed, "rng is missing: this spec rounds or rotates at random; accepted: an int64 tensor {seed, offset}");
+    return {};
+  }
+  check_dtype("rng", *rng, ScalarType::Long);
+  STD_TORCH_CHECK(rng->dim() == 1 && (rng->size(0) == 2 || rng->size(0) == 4), "rng has shape ", describe(sizes_of(*rng)),
+                  "; accepted: [2] {seed, offset} or [4] {seed, offset, row, k}");
+  STD_TORCH_CHECK(rng->is_cpu(), "rng must be on the device of x, the CPU");
+  const Tensor dense = torch::stable::contiguous(*rng);
+  const auto* p = static_cast<const int64_t*>(dense.data_ptr());
+  const bool shard = rng->size(0) == 4;
+  return {{static_cast<uint32_t>(p[0]), static_cast<uint32_t>(static_cast<uint64_t>(p[0]) >> 32)}, static_cast<uint32_t>(p[1]),
+          shard ? static_cast<uint32_t>(p[2]) : 0, shard ? static_cast<uint32_t>(p[3]) : 0};
+}
+
+// One direction of one quantization; holds what the pointers in `args` point to.
+struct Job {
+  Tensor x;
+  Sizes sizes;  // of x
+  cpu::QuantizeArgs args{};
+  std::vector<float> enc, dec;
+
+  Job(const Tensor& input, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role) : sizes(sizes_of(input)) {
+    args.dtype = check_float("x", input);
+    args.spec = parse_spec(key);
+    STD_TORCH_CHECK(axis == -1 || axis == -2, "axis is ", axis, "; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)");
+    const size_t dim = sizes.size(), least = axis == -2 ? 2 : 1;
+    STD_TORCH_CHECK(dim >= least, "x has ", dim, " dimensions; accepted: at least ", least, " with axis=", axis);
+    STD_TORCH_CHECK(args.spec.outer != OuterKind::expert || dim == 3, "x has ", dim, " dimensions; accepted with outer='expert': 3, [experts, rows, K]");
+    STD_TORCH_CHECK(role >= 0 && role <= 2, "role is ", role, "; accepted: 0 (x), 1 (w), 2 (dy)");
+    args.rng = read_rng(rng, args.spec.rounding != Rounding::nearest || args.spec.rht);
+    args.colwise = axis == -2;
+    args.role = static_cast<uint32_t>(role);
+    args.batch = dim > 2 ? product(sizes, 0, dim - 2) : 1;
+    args.rows = dim > 1 ? sizes[dim - 2] : 1;
+    args.cols = sizes[dim - 1];
+    x = torch::stable::contiguous(input);
+    args.x = x.data_ptr();
+  }
+
+  // The shape of the result, with `last` elements in the last axis.
+  Sizes out_sizes(int64_t last) const {
+    Sizes s = sizes;
+    if (args.colwise) s[s.size() - 2] = args.out_rows();
+    s.back() = last;
+    return s;
+  }
+  Sizes global_sizes() const {
+    switch (args.spec.outer) {
+      case OuterKind::none: return {0};
+      case OuterKind::row: return out_sizes(1);
+      case OuterKind::expert: return {sizes[0], 1, 1};
+      default: return {};
+    }
+  }
+  Tensor new_global() const { return torch::stable::new_empty(x, global_sizes(), ScalarType::Float); }
+
+  void measure(float* amax) const {
+    std::fill(amax, amax + args.num_groups(), 0.0f);
+    cpu::amax(args, amax, torch_threads());
+  }
+
+  // Fills enc and dec from the amaxes, and `global` with the decode side.
+  void set_outer(const float* amax, float* global) {
+    if (args.spec.outer == OuterKind::none) return;
+    const int64_t n = args.num_groups();
+    enc.resize(n), dec.resize(n);
+    const bool eden = args.spec.rounding == Rounding::eden && args.spec.scale == ScaleRule::amax;
+    const bool pow2 = args.spec.outer == OuterKind::pow2;
+    for (int64_t i = 0; i < n; ++i) {
+      const auto outer = eden ? eden_outer_scale(amax[i], pow2) : outer_scale(amax[i], outer_target(args.spec.scale), pow2);
+      enc[i] = outer.enc, dec[i] = global[i] = outer.dec;
+    }
+    args.outer_enc = enc.data(), args.outer_dec = dec.data();
+  }
+};
+
+struct Result {
+  Tensor codes, scales, global;
+};
+
+Result run(Job& job, const optional<Tensor>& amax) {
+  auto& a = job.args;
+  Tensor global = job.new_global();
+  auto* g = static_cast<float*>(global.data_ptr());
+  if (amax) {
+    STD_TORCH_CHECK(a.spec.outer != OuterKind::none, "amax is given, but this format has no outer scale");
+    check_dtype("amax", *amax, ScalarType::Float);
+    check_sizes("amax", *amax, job.global_sizes());
+    const Tensor dense = torch::stable::contiguous(*amax);
+    job.set_outer(static_cast<const float*>(dense.data_ptr()), g);
+  } else if (a.spec.outer != OuterKind::none) {
+    job.measure(g);
+    const std::vector<float> measured(g, g + a.num_groups());
+    job.set_outer(measured.data(), g);
+  }
+  Tensor codes = torch::stable::new_empty(job.x, job.out_sizes(a.row_bytes()), ScalarType::Byte);
+  Tensor scales = torch::stable::new_empty(job.x, job.out_sizes(a.row_scales()), ScalarType::Byte);
+  a.codes = static_cast<uint8_t*>(codes.data_ptr());
+  a.scales = static_cast<uint8_t*>(scales.data_ptr());
+  if (a.k() == 0) return {codes, scales, global};
+  cpu::quantize(a, torch_threads());
+  return {codes, scales, global};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng, int64_t role, optional<Tensor> amax) {
+  Job job(x, spec, axis, rng, role);
+  auto r = run(job, amax);
+  return {r.codes, r.scales, r.global};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const Tensor& x, string row_spec, string col_spec, optional<Tensor> row_rng,
+                                                                          optional<Tensor> col_rng, int64_t role) {
+  Job row(x, row_spec, -1, row_rng, role), col(x, col_spec, -2, col_rng, role);
+  auto r = run(row, {}), c = run(col, {});
+  return {r.codes, r.scales, r.global, c.codes, c.scales, c.global};
+}
+
+Tensor amax(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng) {
+  Job job(x, spec, axis, rng, 0);
+  STD_TORCH_CHECK(job.args.spec.outer != OuterKind::none, "amax: this format has no outer scale");
+  Tensor out = job.new_global();
+  job.measure(static_cast<float*>(out.data_ptr()));
+  return out;
+}
+
+}  // namespace
+}  // namespace fp4ext
+
+STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) {
+  m.impl("quantize", TORCH_BOX(&fp4ext::quantize));
+  m.impl("quantize_rowcol", TORCH_BOX(&fp4ext::quantize_rowcol));
+  m.impl("amax", TORCH_BOX(&fp4ext::amax));
+}

@@ -1,0 +1,59 @@
+#include <cstring>
+
+#include <torch/csrc/stable/library.h>
+
+#include "../numerics/layout.h"
+#include "checks.h"
+
+// swizzle and unswizzle on the CPU: block scales from linear [.., rows, columns] to the tensor cores' layout and back.
+// Each matrix of a stack is padded on its own, and the padding is zero: garbage there would reach a GEMM (fault 5).
+namespace fp4ext {
+namespace {
+
+Tensor swizzle(const Tensor& scales) {
+  check_bytes("scales", scales);
+  Sizes sizes = sizes_of(scales);
+  STD_TORCH_CHECK(sizes.size() >= 2, "scales has shape ", describe(sizes), "; accepted: [.., rows, blocks]");
+  const size_t dim = sizes.size();
+  const int64_t rows = sizes[dim - 2], columns = sizes[dim - 1], stack = product(sizes, 0, dim - 2);
+  const int64_t size = padded_rows(rows) * padded_columns(columns);
+  sizes.resize(dim - 1);
+  sizes.back() = size;
+  const Tensor in = torch::stable::contiguous(scales);
+  Tensor out = torch::stable::new_empty(scales, sizes, ScalarType::Byte);
+  const auto* p = static_cast<const uint8_t*>(in.data_ptr());
+  auto* q = static_cast<uint8_t*>(out.data_ptr());
+  std::memset(q, 0, stack * size);
+  for (int64_t e = 0; e < stack; ++e)
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < columns; ++j) q[e * size + swizzled_offset(i, j, columns)] = p[(e * rows + i) * columns + j];
+  return out;
+}
+
+Tensor unswizzle(const Tensor& swizzled, int64_t rows, int64_t columns) {
+  check_bytes("swizzled", swizzled);
+  Sizes sizes = sizes_of(swizzled);
+  STD_TORCH_CHECK(rows >= 0 && columns >= 0, "rows and columns are ", rows, " and ", columns, "; accepted: 0 or more");
+  const int64_t size = padded_rows(rows) * padded_columns(columns);
+  STD_TORCH_CHECK(!sizes.empty() && sizes.back() == size, "swizzled has shape ", describe(sizes), "; accepted for ", rows, " rows and ", columns,
+                  " blocks: [.., ", size, "]");
+  const int64_t stack = product(sizes, 0, sizes.size() - 1);
+  sizes.back() = rows;
+  sizes.push_back(columns);
+  const Tensor in = torch::stable::contiguous(swizzled);
+  Tensor out = torch::stable::new_empty(swizzled, sizes, ScalarType::Byte);
+  const auto* p = static_cast<const uint8_t*>(in.data_ptr());
+  auto* q = static_cast<uint8_t*>(out.data_ptr());
+  for (int64_t e = 0; e < stack; ++e)
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < columns; ++j) q[(e * rows + i) * columns + j] = p[e * size + swizzled_offset(i, j, columns)];
+  return out;
+}
+
+}  // namespace
+}  // namespace fp4ext
+
+STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) {
+  m.impl("swizzle", TORCH_BOX(&fp4ext::swizzle));
+  m.impl("unswizzle", TORCH_BOX(&fp4ext::unswizzle));
+}

@@ -1,0 +1,42 @@
+"""fp4ext: train, sample and reinforce PyTorch models in 4 bits. See README.md and docs/."""
+
+import torch  # noqa: F401  (loads libtorch before _C)
+
+from . import formats, policies
+from .backends import backends
+from .convert import Report, convert, revert, set_step, storage_bits
+from .formats import Format
+from .gemm import gemm
+from .linear import Linear, linear
+from .policy import Policy, current_stage, stage
+from .qtensor import QTensor
+from .quantize import quantize
+from .recipe import Dgrad, Fprop, Recipe, Wgrad
+from .spec import Spec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Dgrad",
+    "Format",
+    "Fprop",
+    "Linear",
+    "Policy",
+    "QTensor",
+    "Recipe",
+    "Report",
+    "Spec",
+    "Wgrad",
+    "backends",
+    "convert",
+    "current_stage",
+    "formats",
+    "gemm",
+    "linear",
+    "policies",
+    "quantize",
+    "revert",
+    "set_step",
+    "stage",
+    "storage_bits",
+]

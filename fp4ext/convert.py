@@ -1,0 +1,140 @@
+"""convert: make a model's linear layers quantize by a policy, in place, and say what was done and what was left.
+
+A converted layer is the same object with the same parameters and hooks; only its class changes, from nn.Linear to fp4ext.Linear. So optimizers, state_dicts and sharding
+don't notice, and `revert` has nothing to copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from . import policies
+from .linear import Linear
+from .policy import Policy
+
+Filter = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What convert did. `converted`: module names. `left`: names of modules with matrices that stay as they are → why."""
+
+    policy: str
+    converted: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"policy {self.policy}: {len(self.converted)} layers converted, {len(self.left)} left"]
+        lines += [f"  left {name or '(the model itself)'}: {why}" for name, why in self.left.items()]
+        return "\n".join(lines)
+
+
+def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filter | None = None) -> Report:
+    """Make each nn.Linear of a model quantize by a policy, in place.
+
+    Args:
+        model: any module; the parameters stay the same objects.
+        policy: a Policy or the name of one. Modules that it keeps (by name, or as the last layers) are left.
+        filter: called with each nn.Linear's name and module; False leaves it.
+
+    Returns:
+        A Report. A model that is already converted is converted anew.
+
+    Raises:
+        ValueError: an unknown policy. TypeError: model is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
+    policy = policies.get(policy)
+    report = Report(policy.name)
+    candidates: list[tuple[str, nn.Module]] = []
+    shared = _shared_weights(model)
+    for name, module in model.named_modules():
+        why = _why_left(name, module, policy, filter, shared)
+        if why:
+            report.left[name] = why
+        elif type(module) in (nn.Linear, Linear):
+            candidates.append((name, module))
+    kept = round(len(candidates) * policy.keep_last)
+    for name, _ in candidates[len(candidates) - kept :]:
+        report.left[name] = f"among the last {policy.keep_last:.0%} of layers, which the policy keeps in BF16"
+    for name, module in candidates:
+        if name in report.left:
+            _revert(module)
+        else:
+            module.__class__ = Linear
+            module.set_policy(policy, name)
+            report.converted.append(name)
+    return report
+
+
+def revert(model: nn.Module) -> list[str]:
+    """Make each converted layer a plain nn.Linear again, in place; the names of those that were."""
+    return [name for name, module in model.named_modules() if _revert(module)]
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    """Tell every converted layer how far training is, for policies that change with it."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.set_step(step)
+
+
+def storage_bits(model: nn.Module, stage: str = "pretrain") -> dict[str, float]:
+    """Stored bits an element of the `weights` that fprop reads and of the `saved_activations` that wgrad reads, over all linear layers that are
+    converted; 16 where none is. Weighted by the layers' weights and inputs."""
+    weights = activations = weight_bits = activation_bits = 0.0
+    for module in model.modules():
+        if isinstance(module, Linear):
+            recipe = module.recipes[stage]
+            weights += module.weight.numel()
+            activations += module.in_features
+            weight_bits += module.weight.numel() * recipe.weight_bits
+            activation_bits += module.in_features * recipe.saved_activation_bits
+    if not weights:
+        return {"weights": 16.0, "saved_activations": 16.0}
+    return {"weights": weight_bits / weights, "saved_activations": activation_bits / activations}
+
+
+def _why_left(name: str, module: nn.Module, policy: Policy, filter: Filter | None, shared: dict[int, list[str]]) -> str | None:
+    """Why a module with matrices stays as it is; None for one that can be converted, or that has no matrices of its own."""
+    matrices = [key for key, p in module.named_parameters(recurse=False) if p.dim() >= 2]
+    if not matrices:
+        return None
+    kind = type(module).__name__
+    if type(module) not in (nn.Linear, Linear):
+        if isinstance(module, nn.Linear):
+            return f"{kind} is a subclass of nn.Linear, and may compute something else"
+        return f"{kind} has no 4-bit form here"
+    if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its weight is {module.weight.dtype}; accepted: float32, bfloat16, float16"
+    others = [other for other in shared[id(module.weight)] if other != name]
+    if others:
+        return f"it shares its weight with {', '.join(others)}"
+    if policy.keeps(name):
+        return "the policy keeps modules of this name in BF16"
+    if filter is not None and not filter(name, module):
+        return "the filter refused it"
+    return None
+
+
+def _shared_weights(model: nn.Module) -> dict[int, list[str]]:
+    """For each parameter, the modules that own it."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            owners.setdefault(id(p), []).append(name)
+    return owners
+
+
+def _revert(module: nn.Module) -> bool:
+    if type(module) is not Linear:
+        return False
+    module.__class__ = nn.Linear
+    for attribute in ("policy", "policy_name", "recipes"):
+        module.__dict__.pop(attribute, None)
+    return True

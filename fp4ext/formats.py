@@ -1,0 +1,102 @@
+"""The number formats: the only place that types 16, 32, 6.0 or 448.0. Ask a Format instead of remembering.
+
+An element format says which values one code can take. A block format adds a scale shared by consecutive elements along
+the contraction axis, and NVFP4 an fp32 outer scale on top: x̂ = element · block scale · outer scale (docs/numerics.md, 1-3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Element:
+    """A scalar format. `max` is its largest finite value, `max_exponent` = floor(log2 max), `min` its smallest positive value."""
+
+    name: str
+    bits: int
+    max: float
+    max_exponent: int
+    min: float
+
+
+E2M1 = Element("e2m1", 4, 6.0, 2, 0.5)
+E4M3 = Element("e4m3", 8, 448.0, 8, 2.0**-9)
+E5M2 = Element("e5m2", 8, 57344.0, 15, 2.0**-16)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a tensor is stored in few bits.
+
+    Attributes:
+        name: the string that users pass, e.g. "nvfp4".
+        element: the Element each code stands for.
+        block: elements that share one scale, along the contraction axis.
+        scale_dtype: torch dtype of the block scales.
+        codes_dtype: torch dtype of the codes; uint8 holds two E2M1 codes.
+        has_global_scale: whether an fp32 outer scale multiplies the block scales.
+        scale_rules, blocks, outers: the accepted choices of a Spec, its default first.
+    """
+
+    name: str
+    element: Element
+    block: int
+    scale_dtype: torch.dtype
+    codes_dtype: torch.dtype
+    has_global_scale: bool
+    scale_rules: tuple[str, ...]
+    blocks: tuple[str, ...]
+    outers: tuple[str, ...]
+
+    @property
+    def codes_per_byte(self) -> int:
+        return 8 // self.element.bits
+
+    def padded(self, k: int) -> int:
+        """K rounded up to whole blocks: the number of elements that codes hold for a contraction length k."""
+        return -(-k // self.block) * self.block
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits an element, block scale included, outer scale not."""
+        return self.element.bits + 8 / self.block
+
+    def __str__(self) -> str:
+        return self.name
+
+
+NVFP4 = Format(
+    "nvfp4",
+    E2M1,
+    16,
+    torch.float8_e4m3fn,
+    torch.uint8,
+    True,
+    ("amax", "four_over_six", "four_over_six_mae", "four_over_six_absmax", "sweep", "minvar"),
+    ("1x16", "16x16"),
+    ("tensor", "pow2", "row", "expert"),
+)
+
+
+def _mx(name: str, element: Element, codes_dtype: torch.dtype) -> Format:
+    return Format(name, element, 32, torch.float8_e8m0fnu, codes_dtype, False, ("ceil", "floor"), ("1x32",), ("none",))
+
+
+MXFP8 = _mx("mxfp8", E4M3, torch.float8_e4m3fn)
+MXFP8_E5M2 = _mx("mxfp8_e5m2", E5M2, torch.float8_e5m2)
+MXFP4 = _mx("mxfp4", E2M1, torch.uint8)
+
+FORMATS = {f.name: f for f in (NVFP4, MXFP8, MXFP8_E5M2, MXFP4)}
+BF16 = "bf16"  # a choice that a recipe can make, not a block format: the tensor as it is
+
+
+def get(name: str | Format) -> Format:
+    """The Format of that name. Raises ValueError, listing the names there are."""
+    if isinstance(name, Format):
+        return name
+    if name not in FORMATS:
+        raise ValueError(f"unknown format {name!r}; formats: {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,61 @@
+"""gemm: y = x̂·ŵᵀ + bias, contraction last on both operands."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .qtensor import QTensor
+from .quantize import check_input
+
+ACCUMULATE = ("invariant", "fast")
+BACKENDS = ("auto", "cpu")
+
+
+def gemm(
+    x: QTensor | Tensor,
+    w: QTensor | Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: str = "invariant",
+    backend: str = "auto",
+) -> Tensor:
+    """Multiply quantized (or plain) matrices: y[.., m, n] = Σ_k x̂[.., m, k]·ŵ[n, k] + bias[n].
+
+    Args:
+        x: [.., M, K], a QTensor of any format, or a plain fp32, bf16 or fp16 tensor.
+        w: [N, K], likewise; formats may differ.
+        bias: [N], fp32, bf16 or fp16.
+        out_dtype: torch.bfloat16 or torch.float32.
+        accumulate: "invariant": a row of y depends on that row of x and on w alone, not on M, the other rows or the threads. "fast": the backend's
+            fastest order. The CPU has one order, invariant and documented.
+        backend: "auto" or "cpu".
+
+    Returns:
+        [.., M, N] in out_dtype.
+
+    Raises:
+        ValueError: lengths of K that differ, an unknown choice. TypeError: a dtype that is not accepted. RuntimeError: shapes or devices that don't fit.
+
+    Source: docs/numerics.md, 9.
+    """
+    if accumulate not in ACCUMULATE:
+        raise ValueError(f"unknown accumulate {accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; accepted: {', '.join(BACKENDS)} (fp4ext.backends() says why not others)")
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"out_dtype is {out_dtype}; accepted: torch.bfloat16, torch.float32")
+    if len(w.shape) != 2:
+        raise ValueError(f"w has shape {tuple(w.shape)}; accepted: [N, K]")
+    if len(x.shape) < 1 or x.shape[-1] != w.shape[-1]:
+        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in K, their last axis")
+    return ops.gemm(*_operand("x", x), *_operand("w", w), bias, ops.dtype_name(out_dtype), accumulate, backend)
+
+
+def _operand(name: str, t: QTensor | Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+    """(codes, scales, global scale, format) of an operand."""
+    if isinstance(t, QTensor):
+        return t.codes, t.scales, t.global_scale, t.format.name
+    check_input(name, t)
+    return t, None, None, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[t.dtype]

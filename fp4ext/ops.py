@@ -1,0 +1,176 @@
+"""The one door to torch.ops.fp4ext: a wrapper and a fake (shapes and dtypes, for torch.compile and export) for each op.
+
+Schemas: csrc/ops/library.cpp. Everything here takes and gives plain tensors; `spec` is a Spec's key. Users call fp4ext.quantize and fp4ext.gemm.
+To an op, codes and scales are bytes; the wrappers view them as torch's 8-bit float types, which few torch functions know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _C  # noqa: F401  (loading it registers the ops)
+from . import formats
+from .spec import Spec
+
+ROLES = {"x": 0, "w": 1, "dy": 2}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Quantized = tuple[Tensor, Tensor, Tensor]
+
+
+def _typed(spec: str, codes: Tensor, scales: Tensor, global_scale: Tensor) -> Quantized:
+    fmt = formats.get(spec.split("/")[0])
+    return codes.view(fmt.codes_dtype), scales.view(fmt.scale_dtype), global_scale
+
+
+def _bytes(t: Tensor | None) -> Tensor | None:
+    return t.view(torch.uint8) if t is not None and t.element_size() == 1 else t
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """How a dtype crosses a schema. Raises TypeError for one that no op writes."""
+    if dtype not in _DTYPE_NAMES:
+        raise TypeError(f"out_dtype is {dtype}; accepted: {', '.join(map(str, _DTYPE_NAMES))}")
+    return _DTYPE_NAMES[dtype]
+
+
+def quantize(
+    x: Tensor, spec: str, axis: int = -1, rng: Tensor | None = None, role: int = 0, amax: Tensor | None = None
+) -> Quantized:
+    """Codes, block scales and outer scale of x along `axis` (docs/numerics.md, 2-7)."""
+    return _typed(spec, *torch.ops.fp4ext.quantize.default(x, spec, axis, rng, role, amax))
+
+
+def quantize_rowcol(
+    x: Tensor, row_spec: str, col_spec: str, row_rng: Tensor | None = None, col_rng: Tensor | None = None, role: int = 0
+) -> tuple[Tensor, ...]:
+    """quantize along both axes in one call: the three tensors of axis=-1, then those of axis=-2."""
+    out = torch.ops.fp4ext.quantize_rowcol.default(x, row_spec, col_spec, row_rng, col_rng, role)
+    return *_typed(row_spec, *out[:3]), *_typed(col_spec, *out[3:])
+
+
+def amax(x: Tensor, spec: str, axis: int = -1, rng: Tensor | None = None) -> Tensor:
+    """The largest finite magnitude of each outer group, after the spec's RHT: what `quantize` measures for itself."""
+    return torch.ops.fp4ext.amax.default(x, spec, axis, rng)
+
+
+def dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor, format: str, k: int, out_dtype: str) -> Tensor:
+    """x̂ = element · fl(float(scale) · global_scale), the padding cut off at k."""
+    return torch.ops.fp4ext.dequantize.default(_bytes(codes), _bytes(scales), global_scale, format, k, out_dtype)
+
+
+def gemm(
+    x_codes: Tensor,
+    x_scales: Tensor | None,
+    x_global: Tensor | None,
+    x_format: str,
+    w_codes: Tensor,
+    w_scales: Tensor | None,
+    w_global: Tensor | None,
+    w_format: str,
+    bias: Tensor | None,
+    out_dtype: str,
+    accumulate: str = "invariant",
+    backend: str = "auto",
+) -> Tensor:
+    """y = x̂·ŵᵀ + bias, contraction last on both (docs/numerics.md, 9)."""
+    return torch.ops.fp4ext.gemm.default(
+        _bytes(x_codes),
+        _bytes(x_scales),
+        x_global,
+        x_format,
+        _bytes(w_codes),
+        _bytes(w_scales),
+        w_global,
+        w_format,
+        bias,
+        out_dtype,
+        accumulate,
+        backend,
+    )
+
+
+def swizzle(scales: Tensor) -> Tensor:
+    """Block scales [.., rows, blocks] to the tensor cores' layout, [.., size], padding zeroed (docs/numerics.md, 10)."""
+    return torch.ops.fp4ext.swizzle.default(_bytes(scales)).view(scales.dtype)
+
+
+def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
+    """The inverse of swizzle: [.., rows, columns]."""
+    return torch.ops.fp4ext.unswizzle.default(_bytes(swizzled), rows, columns).view(swizzled.dtype)
+
+
+# Fakes -----------------------------------------------------------------------------------------------------------------
+
+
+def _fake_quantized(x: Tensor, key: str, axis: int) -> Quantized:
+    spec = Spec.parse(key)
+    shape = list(x.shape)
+    if axis == -2:
+        shape[-2:] = shape[-1], shape[-2]
+    k = spec.fmt.padded(shape[-1])
+    codes = x.new_empty(shape[:-1] + [k // spec.fmt.codes_per_byte], dtype=torch.uint8)
+    scales = x.new_empty(shape[:-1] + [k // spec.fmt.block], dtype=torch.uint8)
+    outer = {"none": [0], "row": shape[:-1] + [1], "expert": [shape[0], 1, 1]}.get(spec.outer, [])
+    return codes, scales, x.new_empty(outer, dtype=torch.float32)
+
+
+@torch.library.register_fake("fp4ext::quantize")
+def _(x, spec, axis, rng, role, amax):
+    return _fake_quantized(x, spec, axis)
+
+
+@torch.library.register_fake("fp4ext::quantize_rowcol")
+def _(x, row_spec, col_spec, row_rng, col_rng, role):
+    return _fake_quantized(x, row_spec, -1) + _fake_quantized(x, col_spec, -2)
+
+
+@torch.library.register_fake("fp4ext::amax")
+def _(x, spec, axis, rng):
+    return _fake_quantized(x, spec, axis)[2]
+
+
+@torch.library.register_fake("fp4ext::dequantize")
+def _(codes, scales, global_scale, format, k, out_dtype):
+    return codes.new_empty((*codes.shape[:-1], k), dtype=DTYPES[out_dtype])
+
+
+@torch.library.register_fake("fp4ext::gemm")
+def _(
+    x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out_dtype, accumulate, backend
+):
+    return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=DTYPES[out_dtype])
+
+
+def _swizzled_size(rows: int, columns: int) -> int:
+    return (rows + 127) // 128 * 128 * ((columns + 3) // 4 * 4)
+
+
+@torch.library.register_fake("fp4ext::swizzle")
+def _(scales):
+    return scales.new_empty((*scales.shape[:-2], _swizzled_size(*scales.shape[-2:])))
+
+
+@torch.library.register_fake("fp4ext::unswizzle")
+def _(swizzled, rows, columns):
+    return swizzled.new_empty((*swizzled.shape[:-1], rows, columns))
+
+
+# Random state ----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fp4ext::draw_rng", mutates_args=())
+def draw_rng(like: Tensor, streams: int) -> Tensor:
+    """Fresh RNG states {seed, offset}, int64 [streams, 2], drawn from torch's generator for the device of `like`.
+
+    So torch.manual_seed makes a run repeatable, and whatever saves torch's RNG state saves fp4ext's. An op of its own, so that compiled code draws
+    the same numbers as eager code and never drops or merges a draw.
+    """
+    return torch.randint(2**63 - 1, (streams, 2), dtype=torch.int64, device=like.device)
+
+
+@draw_rng.register_fake
+def _(like, streams):
+    return like.new_empty((streams, 2), dtype=torch.int64)

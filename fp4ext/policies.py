@@ -1,0 +1,69 @@
+"""The policies that ship, as data. `get(name)` gives one; `with_(…)` changes it.
+
+| policy | fprop x, w | dgrad dy, w | wgrad dy, x |
+|---|---|---|---|
+| bf16 | – | – | – |
+| mxfp8 | MXFP8 ceil | same | same |
+| nvidia (arXiv 2509.25149) | amax; w 16×16 | dy stochastic; the same 2-D w | RHT16; dy stochastic, x nearest |
+| four_over_six (arXiv 2512.02010) | four_over_six | dy stochastic; w 16×16 | as nvidia |
+| quartet2 (arXiv 2601.22813) | four_over_six | MS-EDEN, one RHT128, on dy and ŵᵀ | the same on dyᵀ and x̂ᵀ |
+| end_to_end | sweep | MS-EDEN + sweep, two-stage RHT128, on dy and ŵᵀ | the same on dyᵀ and x̂ᵀ |
+| mxfp8_backward | sweep | MXFP8, of ŵᵀ | MXFP8, of x̂ᵀ |
+"""
+
+from __future__ import annotations
+
+from .policy import Policy
+from .recipe import Dgrad, Fprop, Recipe, Wgrad
+from .spec import Spec
+
+_AMAX = Spec("nvfp4")
+_TILE = Spec("nvfp4", block="16x16")
+_SR = Spec("nvfp4", rounding="stochastic")
+_FOUR_OVER_SIX = Spec("nvfp4", "four_over_six")
+_SWEEP = Spec("nvfp4", "sweep")
+_EDEN = Spec("nvfp4", "amax", "eden", rht="128")
+_EDEN2 = Spec("nvfp4", "sweep", "eden", rht="128x2")
+_MXFP8 = Spec("mxfp8")
+
+_NVIDIA_WGRAD = Wgrad(_SR.with_(rht="16"), _AMAX.with_(rht="16"))
+
+
+def _both(spec: Spec) -> Fprop:
+    return Fprop(spec, spec)
+
+
+def _backward(spec: Spec, from_fprop: bool) -> dict:
+    return {"dgrad": Dgrad(spec, spec, from_fprop), "wgrad": Wgrad(spec, spec, from_fprop)}
+
+
+def _sampler(spec: Spec) -> Recipe:
+    return Recipe(_both(spec.with_(outer="pow2")))
+
+
+_POLICIES = {
+    p.name: p
+    for p in (
+        Policy("bf16"),
+        Policy("mxfp8", Recipe(_both(_MXFP8), **_backward(_MXFP8, False))),
+        Policy("nvidia", Recipe(Fprop(_AMAX, _TILE), Dgrad(_SR, _TILE), _NVIDIA_WGRAD), _sampler(_AMAX)),
+        Policy("four_over_six", Recipe(_both(_FOUR_OVER_SIX), Dgrad(_SR, _TILE), _NVIDIA_WGRAD), _sampler(_FOUR_OVER_SIX)),
+        Policy("quartet2", Recipe(_both(_FOUR_OVER_SIX), **_backward(_EDEN, True)), _sampler(_FOUR_OVER_SIX)),
+        Policy("end_to_end", Recipe(_both(_SWEEP), **_backward(_EDEN2, True)), _sampler(_SWEEP)),
+        Policy("mxfp8_backward", Recipe(_both(_SWEEP), **_backward(_MXFP8, True)), _sampler(_SWEEP)),
+    )
+}
+
+
+def names() -> list[str]:
+    """The names of the policies that ship."""
+    return list(_POLICIES)
+
+
+def get(name: str | Policy) -> Policy:
+    """The policy of that name. Raises ValueError, listing the names there are."""
+    if isinstance(name, Policy):
+        return name
+    if name not in _POLICIES:
+        raise ValueError(f"unknown policy {name!r}; policies: {', '.join(_POLICIES)}")
+    return _POLICIES[name]

@@ -1,0 +1,94 @@
+"""Policy: stage × module name × step → Recipe. Each component's precision is a decision, and this is where it is written down.
+
+The four stages ask for different things: pretraining's forward for low error, its backward for no bias (noise averages out over tokens and steps,
+drift compounds), the RL sampler for speed and memory, the RL trainer for agreement with the sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from .recipe import Recipe
+
+STAGES = ("pretrain", "rl_sampler", "rl_trainer")
+
+_stage = "pretrain"
+
+
+def current_stage() -> str:
+    """The stage that modules run in now."""
+    return _stage
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Run modules in a stage: `with fp4ext.stage("rl_sampler"): …`. Raises ValueError for an unknown one."""
+    global _stage
+    if name not in STAGES:
+        raise ValueError(f"unknown stage {name!r}; accepted: {', '.join(STAGES)}")
+    before, _stage = _stage, name
+    try:
+        yield
+    finally:
+        _stage = before
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which Recipe a module uses, by stage, name and step.
+
+    Attributes:
+        name: what the policy is called in tables and checkpoints.
+        pretrain: the recipe of the pretraining stage.
+        rl_sampler, rl_trainer: those of the RL stages; default: the sampler has pretrain's fprop, the trainer the sampler's fprop and a BF16 backward.
+        keep: patterns (as in a shell) of module names, or of their last parts, that stay in BF16.
+        keep_last: share of the layers, counted from the last, that stay in BF16 (0.15 in NVIDIA's recipe).
+        rules: (pattern, recipe) pairs that replace `pretrain` for matching modules; the first match counts.
+        bf16_forward_from: the step from which fprop runs in BF16, which recovers most of a run's late gap; None: never.
+    """
+
+    name: str
+    pretrain: Recipe = Recipe()
+    rl_sampler: Recipe | None = None
+    rl_trainer: Recipe | None = None
+    keep: tuple[str, ...] = ("lm_head", "output", "router", "gate")
+    keep_last: float = 0.0
+    rules: tuple[tuple[str, Recipe], ...] = ()
+    bf16_forward_from: int | None = None
+
+    def __post_init__(self):
+        if not 0 <= self.keep_last <= 1:
+            raise ValueError(f"keep_last is {self.keep_last}; accepted: a share from 0 to 1")
+
+    def recipe(self, stage: str, name: str, step: int = 0) -> Recipe:
+        """The recipe of module `name` in a stage at a step. Raises ValueError for an unknown stage."""
+        if stage not in STAGES:
+            raise ValueError(f"unknown stage {stage!r}; accepted: {', '.join(STAGES)}")
+        if self.keeps(name):
+            return Recipe()
+        base = next((recipe for pattern, recipe in self.rules if matches(name, pattern)), self.pretrain)
+        if stage == "pretrain":
+            late = self.bf16_forward_from is not None and step >= self.bf16_forward_from
+            return replace(base, fprop=type(base.fprop)()) if late else base
+        sampler = self.rl_sampler or Recipe(fprop=base.fprop)
+        return sampler if stage == "rl_sampler" else self.rl_trainer or Recipe(fprop=sampler.fprop)
+
+    def recipes(self, name: str, step: int = 0) -> dict[str, Recipe]:
+        """The recipe of a module in every stage."""
+        return {stage: self.recipe(stage, name, step) for stage in STAGES}
+
+    def keeps(self, name: str) -> bool:
+        """Whether the module of that name stays in BF16 whatever the stage."""
+        return any(matches(name, pattern) for pattern in self.keep)
+
+    def with_(self, **changes) -> Policy:
+        """A copy with some fields changed, e.g. policies.get("end_to_end").with_(keep_last=0.15)."""
+        return replace(self, **changes)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a dotted module name, or its last part, fits a shell pattern."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)

@@ -1,0 +1,89 @@
+"""Recipe: how the three GEMMs of a linear layer quantize their six operands. Data only.
+
+    fprop:  y  = x · wᵀ          contraction over the K inputs
+    dgrad:  dx = dy · w          contraction over the N outputs:  NT form  dy · (wᵀ)ᵀ
+    wgrad:  dw = dyᵀ · x         contraction over the T tokens:   NT form  dyᵀ · (xᵀ)ᵀ
+
+An operand's Spec is None where it stays as it is (BF16 under autocast). A GEMM whose operands are both None is a plain one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .spec import Spec
+
+
+@dataclass(frozen=True)
+class Fprop:
+    x: Spec | None = None
+    w: Spec | None = None
+
+
+@dataclass(frozen=True)
+class Dgrad:
+    """`from_fprop`: quantize the dequantized forward operand ŵ instead of w, which makes dx the gradient of the function that the forward really
+    computed, and lets the forward copy be the only one that is saved."""
+
+    dy: Spec | None = None
+    w: Spec | None = None
+    from_fprop: bool = False
+
+
+@dataclass(frozen=True)
+class Wgrad:
+    """`from_fprop`: quantize x̂ instead of x, likewise."""
+
+    dy: Spec | None = None
+    x: Spec | None = None
+    from_fprop: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What each GEMM of a layer quantizes, and how.
+
+    Where fprop is quantized and a backward GEMM is not, that GEMM runs in BF16 on the dequantized forward operand.
+
+    Raises:
+        ValueError: a GEMM of which one operand alone has an RHT (or another one), which would not cancel.
+    """
+
+    fprop: Fprop = Fprop()
+    dgrad: Dgrad = Dgrad()
+    wgrad: Wgrad = Wgrad()
+
+    def __post_init__(self):
+        for gemm, a, b in (
+            ("fprop", self.fprop.x, self.fprop.w),
+            ("dgrad", self.dgrad.dy, self.dgrad.w),
+            ("wgrad", self.wgrad.dy, self.wgrad.x),
+        ):
+            rhts = [s.rht if s else "none" for s in (a, b)]
+            if rhts[0] != rhts[1]:
+                raise ValueError(f"{gemm}: both operands need the same rht, or it does not cancel; got {rhts[0]!r} and {rhts[1]!r}")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything is quantized at all."""
+        return any((*_specs(self.fprop), *_specs(self.dgrad), *_specs(self.wgrad)))
+
+    @property
+    def needs_rng(self) -> bool:
+        """Whether the backward draws random bits."""
+        return any(s.needs_rng for s in (*_specs(self.dgrad), *_specs(self.wgrad)))
+
+    @property
+    def weight_bits(self) -> float:
+        """Stored bits an element of the weight operand of fprop."""
+        return self.fprop.w.fmt.bits_per_element if self.fprop.w else 16.0
+
+    @property
+    def saved_activation_bits(self) -> float:
+        """Stored bits an element of the copy of x that is kept for wgrad."""
+        spec = self.wgrad.x if self.wgrad.x and not self.wgrad.from_fprop else self.fprop.x
+        return spec.fmt.bits_per_element if spec else 16.0
+
+
+def _specs(gemm) -> list[Spec]:
+    return [s for s in vars(gemm).values() if isinstance(s, Spec)]

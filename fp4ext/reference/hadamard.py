@@ -1,0 +1,74 @@
+"""The random Hadamard transform along the contraction (docs/numerics.md, 6).
+
+A stage is r = H·D·x / √n for each vector of n: D random signs, H Sylvester's matrix, run as butterflies in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .fp32 import f32
+from .philox import Rng, philox4x32, usage
+
+
+def parse(name: str) -> tuple[int, int]:
+    """"128x2" -> (128, 2); "64" -> (64, 1)."""
+    n, _, stages = name.partition("x")
+    return int(n), int(stages or 1)
+
+
+def effective_n(n: int, k: int) -> int:
+    """The length used for a contraction of k: n, halved until it divides k rounded up to a multiple of 16. Law 6."""
+    k = -(-k // 16) * 16
+    while n > 16 and k % n:
+        n //= 2
+    return n
+
+
+def signs(rng, n: int, stages: int) -> torch.Tensor:
+    """bool [stages, n], True = negate: bit i%32 of word i/32 of the call with counter (stage, 0, 2, offset). Law 6."""
+    rng = Rng.of(rng)
+    words = philox4x32((torch.arange(stages), 0, usage("sign"), rng.offset), rng.seed)
+    i = torch.arange(n)
+    return (torch.stack(words, dim=-1)[:, i // 32] >> (i % 32)) & 1 == 1
+
+
+def rht(x: torch.Tensor, n: int, stages: int, rng) -> torch.Tensor:
+    """fp32 [..., K] -> fp32 [..., K up to a multiple of 16], rotated in vectors of effective_n(n, K). Law 6, 4.
+
+    A vector that holds, or comes to hold, a non-finite value becomes NaN as a whole.
+    """
+    k = x.shape[-1]
+    n = effective_n(n, k)
+    v = F.pad(x.to(torch.float32), (0, -k % 16)).unflatten(-1, (-1, n))
+    for negate in signs(rng, n, stages):
+        v = _hadamard(torch.where(negate, -v, v))
+    finite = torch.isfinite(v).all(dim=-1, keepdim=True)
+    return torch.where(finite, v, torch.nan).flatten(-2)
+
+
+def inverse_rht(r: torch.Tensor, n: int, stages: int, rng) -> torch.Tensor:
+    """Undoes rht: H is symmetric and its own inverse. [..., K] of any float dtype, K a multiple of n (the effective one).
+
+    No GEMM needs it (the transform cancels there); tests measure with it, in fp64.
+    """
+    v = r.unflatten(-1, (-1, n))
+    for negate in signs(rng, n, stages).flip(0):
+        v = _hadamard(v)
+        v = torch.where(negate, -v, v)
+    return v.flatten(-2)
+
+
+def _hadamard(v: torch.Tensor) -> torch.Tensor:
+    """Butterflies for h = 1, 2, 4 ... n/2 over the last axis, then times fl(1/√n). [..., n] -> [..., n]."""
+    n = v.shape[-1]
+    h = 1
+    while h < n:
+        pairs = v.reshape(*v.shape[:-1], n // (2 * h), 2, h)  # [.., 0, i] has bit h clear, [.., 1, i] is its partner i + h
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        v = torch.stack((a + b, a - b), dim=-2).reshape(v.shape)
+        h *= 2
+    return v * torch.tensor(1 / math.sqrt(n), dtype=v.dtype)

@@ -1,0 +1,99 @@
+"""Spec: how one operand is quantized. Data only; one canonical string of it crosses to C++.
+
+A choice that the law (docs/numerics.md) calls biased or undefined is refused here, with what would be accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from . import formats
+from .formats import Format
+
+ROUNDINGS = ("nearest", "stochastic", "eden")
+RHTS = ("none", "16", "32", "64", "128", "16x2", "32x2", "64x2", "128x2")
+UNBIASED_SCALES = ("amax", "minvar", "ceil")  # with stochastic rounding: scales that never clip
+EDEN_SCALES = ("amax", "sweep")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one operand is quantized.
+
+    Args:
+        format: "nvfp4", "mxfp8", "mxfp8_e5m2" or "mxfp4".
+        scale: the block scale's rule; default "amax" (NVFP4) or "ceil" (MX). See docs/numerics.md, 2 and 3.
+        rounding: "nearest", "stochastic" (unbiased; scale "amax", "minvar" or "ceil") or "eden" (unbiased; needs an RHT).
+        block: "1x16" or "16x16" (NVFP4), "1x32" (MX).
+        outer: what shares an fp32 outer scale: "tensor", "pow2", "row" or "expert" (NVFP4); "none" (MX).
+        rht: random Hadamard transform along the contraction: "none", "16" … "128" (also as int), or two stages, "128x2".
+
+    Raises:
+        ValueError: an unknown value, or a combination that is undefined or biased.
+    """
+
+    format: str = "nvfp4"
+    scale: str | None = None
+    rounding: str = "nearest"
+    block: str | None = None
+    outer: str | None = None
+    rht: str | int | None = None
+
+    def __post_init__(self):
+        f = formats.get(self.format)
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
+        put("format", f.name)
+        put("scale", self.scale or f.scale_rules[0])
+        put("block", self.block or f.blocks[0])
+        put("outer", self.outer or f.outers[0])
+        put("rht", "none" if self.rht is None else str(self.rht))
+        _one_of(f"scale rule for {f}", self.scale, f.scale_rules)
+        _one_of("rounding", self.rounding, ROUNDINGS)
+        _one_of(f"block for {f}", self.block, f.blocks)
+        _one_of(f"outer scale for {f}", self.outer, f.outers)
+        _one_of("rht", self.rht, RHTS)
+        if self.rounding == "stochastic":
+            _one_of("scale rule with stochastic rounding (others clip or select by error: biased)", self.scale, UNBIASED_SCALES)
+        if self.rounding == "eden":
+            _one_of("format with eden rounding", self.format, ("nvfp4",))
+            _one_of("scale rule with eden rounding", self.scale, EDEN_SCALES)
+            if self.rht == "none":
+                raise ValueError(f"eden rounding needs an rht, got 'none'; accepted: {', '.join(RHTS[1:])}")
+        if self.block == "16x16" and (self.rounding == "eden" or self.rht != "none"):
+            raise ValueError(f"16x16 blocks take neither eden rounding nor an rht, got rounding={self.rounding!r}, rht={self.rht!r}")
+
+        if self.block == "16x16" and self.outer == "row":
+            raise ValueError("a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert")
+
+    @property
+    def key(self) -> str:
+        """The canonical string, e.g. "nvfp4/amax/nearest/1x16/tensor/none". csrc/ops/spec.h reads it."""
+        return "/".join(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    def parse(cls, key: str) -> Spec:
+        """The Spec of a key; trailing parts may be left out ("mxfp8", "nvfp4/sweep")."""
+        parts = key.split("/")
+        if len(parts) > len(fields(cls)):
+            raise ValueError(f"a spec has at most {len(fields(cls))} parts, got {key!r}")
+        return cls(*parts)
+
+    def with_(self, **changes) -> Spec:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def fmt(self) -> Format:
+        return formats.get(self.format)
+
+    @property
+    def needs_rng(self) -> bool:
+        return self.rounding != "nearest" or self.rht != "none"
+
+    def __str__(self) -> str:
+        return self.key
+
+
+def _one_of(what: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(f"unknown {what}: {value!r}; accepted: {', '.join(accepted)}")

@@ -1,0 +1,16 @@
+"""Reference workloads: a transformer over bytes, trained under several policies side by side.
+
+`python -m fp4ext pretrain` is the face of this; from Python:
+
+from fp4ext.train import Config, pretrain, resume
+result = pretrain(Config("tiny", policies=["bf16", "nvidia"]), out="runs/first")
+for row in result.rows: print(row.policy, row.final_loss, row.gap)
+"""
+
+from .config import Config
+from .errors import Refused, Stopped
+from .presets import PRESETS, Preset, Shape
+from .pretrain import pretrain, resume
+from .result import Result, Row
+
+__all__ = ["PRESETS", "Config", "Preset", "Refused", "Result", "Row", "Shape", "Stopped", "pretrain", "resume"]

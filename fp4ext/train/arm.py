@@ -1,0 +1,138 @@
+"""One arm of a comparison: a model under a policy, its optimizer, and one step of either.
+
+All arms start from the same weights (a function of the seed) and read the same batches. Before each step torch's
+generators are seeded from (seed, step): an arm's stochastic rounding does not depend on which arms run beside it, nor
+on where a run was stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fp4ext
+
+from . import bf16
+from .model import Transformer
+from .presets import Preset
+
+
+class Arm:
+    """A model being trained under one policy.
+
+    Attributes:
+        policy: its name.
+        report: which modules the policy took, which it left, and why.
+        diverged: the step at which a loss or gradient stopped being finite, or None. A diverged arm rests while the
+            others go on.
+    """
+
+    def __init__(self, policy: str, preset: Preset, seed: int, device: torch.device):
+        self.policy, self.preset, self.seed, self.device = policy, preset, seed, device
+        self.model, self.report = build_model(policy, preset, seed, device)
+        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": preset.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=preset.lr, betas=(0.9, 0.95), fused=True)
+        self.diverged: int | None = None
+
+    def step(self, tokens: Tensor, targets: Tensor, step: int) -> dict:
+        """Update `step` (from 0). Returns the line for metrics.jsonl, whose step counts updates done."""
+        line: dict = {"step": step + 1, "policy": self.policy}
+        if self.diverged is not None:
+            return line | {"diverged": self.diverged}
+        began = time.perf_counter()
+        lr = learning_rate(step, self.preset)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._prepare(step)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.model(tokens.to(self.device), targets.to(self.device))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.preset.clip)
+        train_loss, grad_norm = loss.item(), norm.item()
+        if math.isfinite(train_loss) and math.isfinite(grad_norm):
+            self.optimizer.step()
+        else:
+            self.diverged = step + 1
+            line["diverged"] = self.diverged
+        self.optimizer.zero_grad(set_to_none=True)
+        line |= {"train_loss": _finite(train_loss), "grad_norm": _finite(grad_norm), "lr": lr}
+        return line | {"seconds": round(time.perf_counter() - began, 6)}
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, targets: Tensor, step: int) -> np.ndarray:
+        """The loss of each window in nats a byte, fp64."""
+        self._prepare(step)
+        self.model.eval()
+        losses = []
+        for x, y in zip(tokens.split(32), targets.split(32), strict=True):
+            with torch.autocast(self.device.type, torch.bfloat16):
+                logits = self.model(x.to(self.device))
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten().to(self.device), reduction="none")
+            losses.append(loss.view(y.shape).double().mean(1).cpu().numpy())
+        self.model.train()
+        return np.concatenate(losses)
+
+    def files(self):
+        """What a checkpoint keeps of it, as (file name, tensors)."""
+        yield f"{self.policy}.weights", self.model.state_dict()
+        state = {}
+        for name, p in self.model.named_parameters():
+            for key, value in self.optimizer.state[p].items():
+                state[f"{name}.{key}"] = value
+        yield f"{self.policy}.optimizer", state
+
+    def load(self, files: dict[str, dict[str, Tensor]]) -> None:
+        """Take over what `files` gave."""
+        self.model.load_state_dict(files[f"{self.policy}.weights"])
+        parameters = dict(self.model.named_parameters())
+        for key, value in files[f"{self.policy}.optimizer"].items():
+            name, _, moment = key.rpartition(".")
+            self.optimizer.state[parameters[name]][moment] = value.to(self.device)
+
+    def storage_bits(self) -> dict[str, float]:
+        """Bits that an element takes where products read it: weights, and activations saved for backward."""
+        return fp4ext.storage_bits(self.model)
+
+    def _prepare(self, step: int) -> None:
+        noise = np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)[0]
+        torch.manual_seed(int(noise >> np.uint64(1)))
+        fp4ext.set_step(self.model, step)
+
+
+def learning_rate(step: int, preset: Preset) -> float:
+    """Linear warm-up (a fifth of the run at most), then a cosine from lr to min_lr."""
+    warmup = min(preset.warmup, max(1, preset.steps // 5))
+    if step < warmup:
+        return preset.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, preset.steps - 1 - warmup)
+    return preset.min_lr + (preset.lr - preset.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# The only functions of fp4ext.train that meet the library's core.
+
+
+def policy_names() -> list[str]:
+    """The policies that an arm can be trained under."""
+    return fp4ext.policies.names()
+
+
+def build_model(policy: str, preset: Preset, seed: int, device: torch.device) -> tuple[Transformer, fp4ext.Report]:
+    """A model under the policy, and what convert did."""
+    model = Transformer(preset.shape, seed).to(device)
+    report = fp4ext.Report(policy)
+    if policy != "bf16":
+        report = fp4ext.convert(model, policy)
+    if not bf16.native(device):
+        bf16.serve(model)
+    return model, report

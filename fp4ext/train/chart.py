@@ -1,0 +1,92 @@
+"""Line charts as inline SVG: no script, no network, colours from the page's CSS so that they follow light and dark."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from html import escape
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve. `hue` is the number of a CSS variable --hue-N; `faint` is for noise behind the curve that counts."""
+
+    name: str
+    points: Points
+    hue: int
+    faint: bool = False
+
+
+def chart(
+    lines: list[Line], label: str, unit: str, width: int, height: int, top: float | None = None, zero: bool = False
+) -> str:
+    """An SVG of that size in CSS pixels (it shrinks with its container).
+
+    Args:
+        lines: the curves; empty ones are passed over.
+        label: what is drawn, for readers that do not see it.
+        unit: of the vertical axis.
+        top: where the vertical axis ends; curves above leave the picture. None: all of it.
+        zero: the axis includes 0, with a line there.
+    """
+    lines = [line for line in lines if line.points]
+    values = [y for line in lines for _, y in line.points if top is None or y <= top]
+    if not values:
+        return f'<p class="empty">{escape(label)}: nothing to draw yet.</p>'
+    low, high = min(values), max(values)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    pad = 0.06 * (high - low) or 0.5
+    low, high = low - pad, high + pad
+    right = max(x for line in lines for x, _ in line.points) or 1
+    x0, x1, y0, y1 = 52, width - 14, height - 40, 26
+
+    def px(x: float) -> float:
+        return round(x0 + (x1 - x0) * x / right, 1)
+
+    def py(y: float) -> float:
+        return round(y0 - (y0 - y1) * (y - low) / (high - low), 1)
+
+    aria = escape(label, quote=True)
+    out = [f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="{aria}">']
+    for y in ticks(low, high, 6):
+        kind = "zero" if zero and abs(y) < 1e-12 else "grid"
+        out.append(f'<line class="{kind}" x1="{x0}" x2="{x1}" y1="{py(y)}" y2="{py(y)}"/>')
+        out.append(f'<text x="{x0 - 8}" y="{py(y) + 4}" text-anchor="end">{number(y)}</text>')
+    for x in ticks(0, right, max(3, width // 130)):
+        out.append(f'<line class="tick" x1="{px(x)}" x2="{px(x)}" y1="{y0}" y2="{y0 + 5}"/>')
+        out.append(f'<text x="{px(x)}" y="{y0 + 20}" text-anchor="middle">{number(x)}</text>')
+    out.append(f'<line class="axis" x1="{x0}" x2="{x1}" y1="{y0}" y2="{y0}"/>')
+    out.append(f'<text x="0" y="14">{escape(unit)}</text>')
+    out.append(f'<text x="{x1}" y="{height - 4}" text-anchor="end">step</text>')
+    box = f"{x0} {y1} {x1 - x0 + 4} {y0 - y1}"  # curves above `top` end at its edge
+    out.append(f'<svg x="{x0}" y="{y1}" width="{x1 - x0 + 4}" height="{y0 - y1}" viewBox="{box}" overflow="hidden">')
+    for line in sorted(lines, key=lambda line: not line.faint):
+        path = " ".join(f"{px(x)},{py(y)}" for x, y in line.points)
+        style = f"stroke:var(--hue-{line.hue})"
+        if line.faint:
+            out.append(f'<polyline class="faint" style="{style}" points="{path}"/>')
+            continue
+        out.append(f'<polyline class="curve" style="{style}" points="{path}"/>')
+        for x, y in line.points if len(line.points) <= 40 else []:
+            title = f"<title>{escape(line.name)}, step {number(x)}: {y:.4g} {escape(unit)}</title>"
+            out.append(f'<circle r="2.6" cx="{px(x)}" cy="{py(y)}" style="fill:var(--hue-{line.hue})">{title}</circle>')
+    out.append("</svg></svg>")
+    return "".join(out)
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """At most `most` + 1 round numbers in [low, high], 1, 2 or 5 · 10^n apart."""
+    raw = (high - low) / max(1, most)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """A tick's text: 0, 250, 2.5, −10."""
+    text = f"{value:.10g}"
+    return text.replace("-", "−")

@@ -1,0 +1,163 @@
+"""What a run is asked to do, checked before anything is computed.
+
+config.json is this, plus the text's digest and the versions.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import fp4ext
+
+from . import arm, bf16, presets
+from .errors import Refused
+from .presets import Preset, whole
+
+DEFAULT_POLICIES = ("bf16", "mxfp8", "nvidia", "end_to_end")  # those of them that this version has
+ADJUSTABLE = ("steps", "batch", "eval_every", "save_every")  # values of a preset that the command line can change
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to train. Equal configurations on equal text give equal runs.
+
+    Args:
+        preset: "tiny", "small", or a Preset of your own.
+        policies: names from fp4ext.policies, each an arm; the gap is measured against "bf16". None: a choice that
+            compares well.
+        data: files and folders of text; none: the Python standard library's source.
+        seed: of initial weights, batches and rounding.
+        device: "cpu" or "cuda".
+        threads: CPU threads; results may differ in bits between numbers of threads. None: torch's choice.
+
+    Raises:
+        Refused: an argument that cannot be used.
+    """
+
+    preset: Preset | str = "tiny"
+    policies: Sequence[str] | None = None
+    data: Sequence[str] = ()
+    seed: int = 0
+    device: str = "cpu"
+    threads: int | None = None
+
+    def __post_init__(self):
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
+        put("preset", presets.get(self.preset))
+        known = arm.policy_names()
+        if self.policies is None:
+            put("policies", tuple(p for p in DEFAULT_POLICIES if p in known))
+        put("policies", tuple(self.policies.split(",") if isinstance(self.policies, str) else self.policies))
+        if not self.policies:
+            raise Refused(f"--policies: none given; accepted: one or more of {', '.join(known)}")
+        for i, policy in enumerate(self.policies):
+            if policy not in known:
+                raise Refused(f"--policies: unknown policy {policy!r}; accepted: {', '.join(known)}")
+            if policy in self.policies[:i]:
+                raise Refused(f"--policies: {policy!r} is given twice; accepted: different policies")
+        paths = (self.data,) if isinstance(self.data, str) else self.data
+        put("data", tuple(str(Path(p).absolute()) for p in paths))
+        put("threads", torch.get_num_threads() if self.threads is None else self.threads)
+        whole("--seed", self.seed, 0, 2**63 - 1)
+        whole("--threads", self.threads, 1, 1024)
+        if self.device not in ("cpu", "cuda"):
+            raise Refused(f"--device: {self.device!r}; accepted: cpu, cuda")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise Refused("--device: 'cuda', but torch finds no CUDA device; accepted here: cpu")
+
+    def as_dict(self) -> dict:
+        """The part of config.json that two equal runs share."""
+        return {
+            "preset": asdict(self.preset),
+            "policies": list(self.policies),
+            "seed": self.seed,
+            "device": self.device,
+            "threads": self.threads,
+        }
+
+    @classmethod
+    def from_dict(cls, run_config: dict, data_paths: Sequence[str]) -> Config:
+        try:
+            values = dict(run_config)
+            values["preset"] = Preset(**{**values["preset"], "shape": presets.Shape(**values["preset"]["shape"])})
+            return cls(**values, data=data_paths)
+        except (KeyError, TypeError) as error:
+            raise Refused(f"config.json: not a configuration that this version of fp4ext knows ({error})") from None
+
+
+def facts(config: Config) -> dict:
+    """What else may change bits: versions and the processor's instructions."""
+    device = (
+        torch.cuda.get_device_name()
+        if config.device == "cuda"
+        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    )
+    return {
+        "fp4ext": fp4ext.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "processor": device,
+        "bf16_products": "native" if bf16.native(torch.device(config.device)) else "BF16 operands on fp32 units",
+    }
+
+
+def command(config: Config) -> str:
+    """The command that repeats a run, if its preset is one of ours with other steps, batch or intervals."""
+    p = config.preset
+    words = [
+        "python -m fp4ext pretrain",
+        f"--preset {p.name}",
+        f"--policies {','.join(config.policies)}",
+        f"--seed {config.seed}",
+    ]
+    base = presets.PRESETS.get(p.name, p)
+    for name in ADJUSTABLE:
+        if getattr(p, name) != getattr(base, name):
+            words.append(f"--{name.replace('_', '-')} {getattr(p, name)}")
+    words += [f"--threads {config.threads}"]
+    words += [f"--device {config.device}"] if config.device != "cpu" else []
+    words += ["--data", *map(shlex.quote, config.data)] if config.data else []
+    return " ".join(words)
+
+
+def agree(config: Config, asked: dict) -> Config:
+    """`config`, once what is asked for agrees with it; `data` may be the same text in another place.
+
+    Args:
+        asked: name -> value, by the names of Config and ADJUSTABLE; only what was asked for explicitly.
+
+    Raises:
+        Refused: a difference, with both values.
+    """
+    have = (
+        config.as_dict() | {name: getattr(config.preset, name) for name in ADJUSTABLE} | {"preset": config.preset.name}
+    )
+    new = {name: list(value) if isinstance(value, tuple) else value for name, value in asked.items() if name != "data"}
+    differences = compare({name: have[name] for name in new}, new)
+    if differences:
+        raise Refused(f"the run has another configuration ({'; '.join(differences)}); accepted: --resume without them")
+    return Config.from_dict(config.as_dict(), asked["data"]) if asked.get("data") else config
+
+
+def compare(old: dict, new: dict, prefix: str = "") -> list[str]:
+    """What differs between two configurations, as "name: old, now new"."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += compare(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key}: {_short(a)}, now {_short(b)}")
+    return found
+
+
+def _short(value) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,70 @@
+"""The frame of a report: one HTML file that loads nothing, light or dark with the reader's system, from 360 pixels up."""
+
+from __future__ import annotations
+
+from html import escape
+
+STYLE = """
+:root{color-scheme:light dark;--page:#fbfbf9;--card:#fff;--ink:#1d2126;--soft:#5b636d;--rule:#e0e2e0;
+--hue-0:#1d2126;--hue-1:#2f6fde;--hue-2:#d4600c;--hue-3:#12875a;
+--hue-4:#8b4bd1;--hue-5:#c8334d;--hue-6:#0c8598;--hue-7:#8a6d00}
+@media (prefers-color-scheme:dark){:root{--page:#15181c;--card:#1c2025;--ink:#e6e8ea;--soft:#9aa3ad;--rule:#333a42;
+--hue-0:#f0f1f2;--hue-1:#6aa5ff;--hue-2:#ff9a4d;--hue-3:#46c995;
+--hue-4:#bd8dff;--hue-5:#ff7186;--hue-6:#45c4d8;--hue-7:#d8b93a}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,sans-serif}
+main{max-width:1000px;margin:0 auto;padding:32px 20px 64px}
+h1{font-size:27px;line-height:1.2;margin:0 0 8px}h2{font-size:19px;margin:40px 0 12px}
+p{margin:8px 0;max-width:76ch}.soft,.empty{color:var(--soft);font-size:14px}
+table{border-collapse:collapse;width:100%;font-size:15px;font-variant-numeric:tabular-nums}
+th,td{padding:8px 10px;border-bottom:1px solid var(--rule);text-align:right;vertical-align:bottom}
+th{font-weight:600;font-size:13px;line-height:1.3}th small{display:block;font-weight:400;color:var(--soft)}
+th:first-child,td:first-child{text-align:left;padding-left:0}td small{color:var(--soft);white-space:nowrap}
+.scroll{overflow-x:auto}
+.pairs td{padding:4px 10px;vertical-align:top;text-align:left;overflow-wrap:anywhere}
+.pairs td:first-child{padding-left:0;color:var(--soft);width:34%}
+figure{margin:0;background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:14px}
+svg{display:block;width:100%;height:auto}svg text{font:13px system-ui,sans-serif;fill:var(--soft)}
+.grid{stroke:var(--rule)}.zero,.axis,.tick{stroke:var(--soft)}.zero{stroke-dasharray:4 3}
+.curve,.faint{fill:none;stroke-width:2;stroke-linejoin:round}.faint{stroke-width:1;opacity:.3}
+.legend{display:flex;flex-wrap:wrap;gap:2px 18px;margin:0 0 8px;padding:0;list-style:none;font-size:14px}
+.dot{display:inline-block;width:11px;height:11px;border-radius:50%;margin-right:7px}
+pre{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:12px;font-size:14px;
+white-space:pre-wrap;overflow-wrap:anywhere}
+.narrow{display:none}
+@media (max-width:640px){
+main{padding:20px 14px 48px}h1{font-size:23px}figure{padding:10px 8px}
+.wide{display:none}.narrow{display:block}
+.rows thead{display:none}
+.rows tr{display:grid;grid-template-columns:1fr 1fr;gap:2px 20px;padding:12px 0;border-bottom:1px solid var(--rule)}
+.rows td{display:flex;justify-content:space-between;gap:8px;padding:0;border:0}
+.rows td::before{content:attr(data-label);color:var(--soft);font-size:13px}
+.rows td:first-child{grid-column:1/3;font-weight:600;justify-content:start;align-items:center}
+.rows td:first-child::before{display:none}.rows td:first-child .dot{margin-right:0}}
+"""
+
+
+def page(title: str, parts: list[str]) -> str:
+    """The file. `parts` are HTML already."""
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    )
+    body = f"<main>{''.join(parts)}</main>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+
+
+def soft(text: str) -> str:
+    """A remark."""
+    return f'<p class="soft">{escape(text)}</p>'
+
+
+def pairs(values: dict) -> str:
+    """Names and values, one below the other."""
+    rows = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>" for k, v in values.items())
+    return f'<table class="pairs"><tbody>{rows}</tbody></table>'
+
+
+def dot(hue: int) -> str:
+    """The colour of a curve, beside its name."""
+    return f'<span class="dot" style="background:var(--hue-{hue})"></span>'

@@ -1,0 +1,105 @@
+"""Sizes and schedules of the reference runs. Data only.
+
+A run's config.json repeats these values, so a preset may change freely. Parameters of a dense model, embeddings aside:
+layers · (4 d² + 3 d·ffn). One step costs 6 · parameters · batch · context operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .errors import Refused
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only transformer; `ffn` is the inner width of SwiGLU. Widths of whole blocks (32) need no padding."""
+
+    layers: int
+    d: int
+    heads: int
+    ffn: int
+    context: int
+    vocab: int = 256  # bytes
+
+    def __post_init__(self):
+        for name in ("layers", "d", "heads", "ffn", "context", "vocab"):
+            whole(f"shape.{name}", getattr(self, name))
+        if self.d % (2 * self.heads):
+            raise Refused(
+                f"shape.d: {self.d} with {self.heads} heads; accepted: a multiple of 2 · heads, {2 * self.heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.d // self.heads
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One reference run: a model and the schedule that trains it.
+
+    Attributes:
+        batch: sequences a step.
+        lr, min_lr: learning rate after `warmup` steps, and at the last step (cosine between them).
+        log_every, eval_every, save_every: in steps.
+        eval_windows, final_windows: validation sequences used by each evaluation along the way, and by the last one.
+    """
+
+    name: str
+    shape: Shape
+    steps: int
+    batch: int
+    lr: float
+    min_lr: float
+    warmup: int
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    log_every: int = 5
+    eval_every: int = 25
+    save_every: int = 50
+    eval_windows: int = 128
+    final_windows: int = 1024
+
+    def __post_init__(self):
+        for name in ("steps", "batch", "log_every", "eval_every", "save_every", "eval_windows", "final_windows"):
+            whole(name, getattr(self, name))
+
+    def with_(self, **changes) -> Preset:
+        """A copy with some values changed."""
+        return replace(self, **changes)
+
+
+def whole(name: str, value: int, least: int = 1, most: int = 2**31 - 1) -> int:
+    """The value, if it is a whole number in [least, most]. Raises Refused otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise Refused(f"{name}: {value!r}; accepted: a whole number from {least} to {most}")
+    return value
+
+
+TINY = Preset(
+    "tiny", Shape(layers=4, d=128, heads=4, ffn=352, context=128), steps=300, batch=16, lr=5e-3, min_lr=5e-4, warmup=20
+)
+SMALL = Preset(
+    "small",
+    Shape(layers=8, d=320, heads=5, ffn=864, context=256),
+    steps=2000,
+    batch=16,
+    lr=2e-3,
+    min_lr=2e-4,
+    warmup=100,
+    log_every=10,
+    eval_every=100,
+    save_every=100,
+)
+
+PRESETS = {p.name: p for p in (TINY, SMALL)}
+
+
+def get(name: str | Preset) -> Preset:
+    """The preset of that name. Raises Refused, listing the names there are."""
+    if isinstance(name, Preset):
+        return name
+    if name not in PRESETS:
+        raise Refused(f"unknown preset {name!r}; presets: {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,174 @@
+"""The main job: train one model under several policies, side by side, on the same text.
+
+    for each step:   batch ← text(seed, step);   every arm takes the step
+                     now and then: every arm reads the same validation windows; a checkpoint of all arms
+    at the end:      a larger validation set, the table, the report
+
+Arms advance together, so that a run stopped anywhere leaves them comparable. A resumed run continues bit for bit,
+because everything that a step depends on is in the checkpoint or is a function of (seed, step).
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from . import checkpoint, data, report, result, run
+from .arm import Arm
+from .config import Config, agree, command, compare, facts
+from .display import Silent
+from .errors import Refused
+from .interrupt import Interrupts
+from .result import Result
+
+
+def pretrain(config: Config, out: str | Path, show=None, tensorboard: bool = True) -> Result:
+    """Train the arms of `config` in a new directory.
+
+    Args:
+        config: what to train.
+        out: the run directory; new or empty.
+        show: a display (fp4ext.train.display); none: silent.
+        tensorboard: also write TensorBoard events, if it is installed.
+
+    Returns:
+        Result, with `finished` False if a signal stopped the run; `resume(out)` goes on.
+
+    Raises:
+        Refused: an input that cannot be used, before anything is computed or written.
+        Stopped: the disk gave out; the last checkpoint is intact.
+    """
+    show, out = show or Silent(), Path(out)
+    run.check_free(out, {"run": config.as_dict()})
+    corpus = data.load(config.data, config.preset.shape.context)
+    settings = {
+        "run": config.as_dict(),
+        "data": corpus.facts() | {"paths": list(config.data)},
+        "facts": facts(config),
+        "command": command(config),
+    }
+    with _threads(config.threads):
+        arms = _build(config)
+        directory = run.create(out, settings)
+        return _train(directory, config, corpus, arms, 0, show, tensorboard)
+
+
+def resume(out: str | Path, show=None, tensorboard: bool = True, asked: dict | None = None) -> Result:
+    """Go on with the run in `out`, bit for bit as if it had never stopped.
+
+    Args:
+        asked: what the caller believes the run to be, by the names of Config (and "steps", "batch", "eval_every",
+            "save_every" of its preset). A difference is refused: a run has one configuration.
+    """
+    show, out = show or Silent(), Path(out)
+    settings = run.read_config(out)
+    config = Config.from_dict(settings["run"], settings["data"]["paths"])
+    config = agree(config, asked or {})
+    manifest, files = checkpoint.load(out / "checkpoints")
+    corpus = data.load(config.data, config.preset.shape.context)
+    text = corpus.facts() | {
+        "source": settings["data"].get("source"),
+        "paths": settings["data"]["paths"],
+    }  # its place may change
+    differences = compare(settings["data"], text)
+    if differences:
+        raise Refused(
+            f"--resume {out}: its text has changed ({'; '.join(differences)}); accepted: the text that it began with"
+        )
+    for change in compare(settings["facts"], facts(config)):
+        show.note(f"since the run began, {change}: what follows may differ in bits")
+    with _threads(config.threads):
+        arms = _build(config)
+        for a in arms:
+            a.load(files)
+            a.diverged = manifest["diverged"][a.policy]
+        directory = run.reopen(out)
+        directory.rewind(manifest["metrics_bytes"])
+        return _train(directory, config, corpus, arms, manifest["step"], show, tensorboard)
+
+
+def _train(
+    directory: run.Run, config: Config, corpus: data.Corpus, arms: list[Arm], start: int, show, tensorboard: bool
+) -> Result:
+    p = config.preset
+    windows = corpus.windows(p.eval_windows, p.shape.context)
+
+    def evaluate(lines: list[dict], step: int) -> None:
+        for a, line in zip(arms, lines, strict=True):
+            mean = float(a.evaluate(*windows, step).mean())
+            line["valid_loss"] = mean if math.isfinite(mean) else None
+
+    def save(step: int) -> None:
+        extra = {"metrics_bytes": directory.mark(), "diverged": {a.policy: a.diverged for a in arms}}
+        checkpoint.save(directory.checkpoints, step, (f for a in arms for f in a.files()), extra)
+
+    if not tensorboard:
+        directory.without_tensorboard()
+    try:
+        show.start(arms, start, p.steps, directory.path)
+        if start == 0:
+            save(0)
+            lines = [{"step": 0, "policy": a.policy} for a in arms]
+            evaluate(lines, 0)
+            directory.log(lines)
+            show.step(0, lines)
+        with Interrupts() as stop:
+            for step in range(start, p.steps):
+                batch = corpus.batch(config.seed, step, p.batch, p.shape.context)
+                lines = [a.step(*batch, step) for a in arms]
+                done = step + 1
+                evaluated = done % p.eval_every == 0 or done == p.steps
+                if evaluated:
+                    evaluate(lines, done)
+                if evaluated or done % p.log_every == 0:
+                    directory.log(lines)
+                show.step(done, lines)
+                if done % p.save_every == 0 or done == p.steps or stop.signal:
+                    save(done)
+                if stop.signal and done < p.steps:
+                    return Result(directory.path, finished=False, step=done, signal=stop.signal)
+        return _finish(directory, config, corpus, arms, show)
+    finally:
+        show.close()
+        directory.close()
+
+
+def _finish(directory: run.Run, config: Config, corpus: data.Corpus, arms: list[Arm], show) -> Result:
+    """The larger evaluation, the table and the report."""
+    p = config.preset
+    windows = corpus.windows(p.final_windows, p.shape.context)
+    losses = {}
+    for a in arms:
+        show.note(f"final evaluation of {a.policy}: {len(windows[0])} windows")
+        losses[a.policy] = a.evaluate(*windows, p.steps)
+    means = {name: float(values.mean()) for name, values in losses.items()}
+    directory.log(
+        [
+            {"step": p.steps, "policy": name, "final_loss": mean if math.isfinite(mean) else None}
+            for name, mean in means.items()
+        ]
+    )
+    rows = result.table(arms, losses, run.read_metrics(directory.path))
+    done = Result(directory.path, finished=True, step=p.steps, rows=rows)
+    with checkpoint.told("the report", kept=checkpoint.latest(directory.checkpoints)):
+        checkpoint.replace(directory.path / "result.json", done.to_json())
+        report.write(directory.path, done)
+    return done
+
+
+@contextmanager
+def _threads(count: int):
+    """torch's number of threads, for the time of a run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _build(config: Config) -> list[Arm]:
+    return [Arm(policy, config.preset, config.seed, torch.device(config.device)) for policy in config.policies]

@@ -1,0 +1,206 @@
+"""report.html: one file that tells what a run was and what it found. It loads nothing, so it can be kept and sent.
+
+Also loss.png, the same curves for places that show pictures, if matplotlib is installed.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from . import checkpoint
+from .chart import Line, chart
+from .display import cells
+from .page import dot, page, pairs, soft
+from .result import Result
+from .run import read_config, read_metrics
+
+HEADINGS = (  # name, unit, and both for a narrow page
+    ("policy", "", ""),
+    ("validation loss", "nat/byte", "loss"),
+    ("gap to bf16", "mnat", "gap, mnat"),
+    ("weights", "bit/element", "weights, bit"),
+    ("saved activations", "bit/element", "saved act., bit"),
+    ("time", "s/step", "s/step"),
+)
+
+ABOUT_TABLE = (
+    "Gap: validation loss less that of bf16, on the same windows; ± is its standard error over those windows. "
+    "Another seed moves it too: compare several before believing a small difference. Bits per stored element count "
+    "codes and scales of the converted layers: weights as a product reads them, activations as they wait for backward."
+)
+
+
+def write(out: Path, result: Result) -> None:
+    """Write report.html and loss.png into the run directory."""
+    config, metrics = read_config(out), read_metrics(out)
+    checkpoint.replace(out / "report.html", render(config, metrics, result).encode())
+    _picture(out / "loss.png", config, metrics)
+
+
+def render(config: dict, metrics: list[dict], result: Result) -> str:
+    """The page."""
+    run, data = config["run"], config["data"]
+    preset, policies = run["preset"], run["policies"]
+    title = f"Pretraining the {preset['name']} preset"
+    said = (
+        f"{preset['steps']} steps of {preset['batch']} × {preset['shape']['context']} bytes of {data['source']}, "
+        f"{len(policies)} {'policies' if len(policies) > 1 else 'policy'} from the same weights on the same batches, "
+        f"seed {run['seed']}."
+    )
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p>{escape(_summary(result))}</p>",
+        soft(said),
+        "<h2>Result</h2>",
+        _table(policies, result),
+        soft(ABOUT_TABLE),
+        "<h2>Loss</h2>",
+        _figure(loss_lines(policies, metrics), policies, "Loss by step", "nat/byte", _top(metrics)),
+        soft("Points: validation loss. Faint: training loss of single batches. The first steps leave the picture."),
+    ]
+    gaps = gap_lines(policies, metrics, preset["steps"])
+    if gaps:
+        parts += [
+            "<h2>Gap to bf16</h2>",
+            _figure(gaps, policies, "Gap of the validation loss to bf16 by step", "mnat", None, zero=True),
+            soft(
+                f"From evaluations along the way, {preset['eval_windows']} windows each; the first tenth is left out."
+            ),
+        ]
+    left = {name: why for row in result.rows if row.policy != "bf16" for name, why in row.left.items()}
+    if left:
+        parts += ["<h2>What stays BF16</h2>", pairs(left)]
+    parts += [
+        "<h2>To repeat it</h2>",
+        f"<pre>{escape(config['command'])}</pre>",
+        "<h2>Configuration</h2>",
+        pairs(_flat({"preset": preset, **{k: v for k, v in run.items() if k not in ("preset", "policies")}})),
+        "<h2>Text and versions</h2>",
+        pairs(_flat({"text": {k: v for k, v in data.items() if k != "paths"}, **config["facts"]})),
+    ]
+    return page(title, parts)
+
+
+def loss_lines(policies: list[str], metrics: list[dict]) -> list[Line]:
+    lines = []
+    for hue, policy in _hues(policies):
+        mine = [line for line in metrics if line["policy"] == policy]
+        lines.append(Line(policy, _points(mine, "train_loss"), hue, faint=True))
+        lines.append(Line(policy, _points(mine, "valid_loss"), hue))
+    return lines
+
+
+def gap_lines(policies: list[str], metrics: list[dict], steps: int) -> list[Line]:
+    """Validation loss less bf16's, in mnat; none if there is no bf16 arm or nothing to compare with it."""
+    loss = {
+        policy: dict(_points([line for line in metrics if line["policy"] == policy], "valid_loss"))
+        for policy in policies
+    }
+    base = loss.get("bf16")
+    if base is None or len(policies) < 2:
+        return []
+    lines = []
+    for hue, policy in _hues(policies):
+        points = [(x, 1e3 * (y - base[x])) for x, y in loss[policy].items() if x in base and 10 * x >= steps]
+        if policy != "bf16":
+            lines.append(Line(policy, points, hue))
+    return lines
+
+
+def _summary(result: Result) -> str:
+    rows = [row for row in result.rows if row.final_loss is not None and row.diverged is None]
+    if not rows:
+        return "No policy finished with a finite loss."
+    best, worst = min(row.final_loss for row in rows), max(row.final_loss for row in rows)
+    began = f" from {rows[0].start_loss:.3f}" if rows[0].start_loss is not None else ""
+    ended = f"{best:.3f}" if len(rows) == 1 else f"between {best:.3f} and {worst:.3f}"
+    text = f"Validation loss went{began} to {ended} nat/byte."
+    gaps = [row for row in rows if row.gap is not None and row.policy != "bf16"]
+    if gaps:
+        text += " Gap to bf16: " + ", ".join(f"{row.policy}\u00a0{row.gap:+.1f}" for row in gaps) + " mnat."
+    diverged = [f" {row.policy} diverged at step {row.diverged}." for row in result.rows if row.diverged is not None]
+    return text + "".join(diverged)
+
+
+def _table(policies: list[str], result: Result) -> str:
+    head = "".join(f"<th>{name}<small>{unit}</small></th>" for name, unit, _ in HEADINGS)
+    body = []
+    hues = {policy: hue for hue, policy in _hues(policies)}
+    for row in result.rows:
+        policy, loss, gap, *others = (escape(cell) for cell in cells(row))
+        gap = gap.replace(" ± ", " <small>± ") + "</small>" if "±" in gap else gap
+        texts = (dot(hues[row.policy]) + policy, loss, f"<span>{gap}</span>", *others)
+        body.append(
+            "".join(
+                f'<td data-label="{short}">{text}</td>' for (_, _, short), text in zip(HEADINGS, texts, strict=True)
+            )
+        )
+    rows = "".join(f"<tr>{cells_}</tr>" for cells_ in body)
+    return f'<div class="scroll"><table class="rows"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _figure(
+    lines: list[Line], policies: list[str], label: str, unit: str, top: float | None, zero: bool = False
+) -> str:
+    shown = {line.name for line in lines}
+    legend = "".join(f"<li>{dot(hue)}{escape(policy)}</li>" for hue, policy in _hues(policies) if policy in shown)
+    wide, narrow = (chart(lines, label, unit, w, h, top, zero) for w, h in ((940, 380), (360, 300)))
+    charts = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+    return f'<figure><ul class="legend">{legend}</ul>{charts}</figure>'
+
+
+def _flat(values: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def _hues(policies: list[str]) -> list[tuple[int, str]]:
+    """bf16 is drawn in the ink's colour, the others in turn."""
+    others = [policy for policy in policies if policy != "bf16"]
+    return [(0 if policy == "bf16" else 1 + others.index(policy) % 7, policy) for policy in policies]
+
+
+def _points(lines: list[dict], key: str) -> list[tuple[float, float]]:
+    return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+
+
+def _top(metrics: list[dict]) -> float | None:
+    """The loss below which all of the run but its first tenth lies."""
+    last = max((line["step"] for line in metrics), default=0)
+    late = [y for key in ("train_loss", "valid_loss") for x, y in _points(metrics, key) if 10 * x >= last]
+    return max(late) if late else None
+
+
+def _picture(path: Path, config: dict, metrics: list[dict]) -> None:
+    try:
+        import matplotlib
+    except ImportError:  # optional; the report has the curves
+        return
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+
+    policies, steps = config["run"]["policies"], config["run"]["preset"]["steps"]
+    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
+    axes = figure.subplots(1, 2)
+    colours = {policy: "black" if hue == 0 else f"C{hue - 1}" for hue, policy in _hues(policies)}
+    for line in loss_lines(policies, metrics):
+        style = {"alpha": 0.3, "linewidth": 0.8} if line.faint else {"marker": "o", "markersize": 3, "label": line.name}
+        axes[0].plot([x for x, _ in line.points], [y for _, y in line.points], color=colours[line.name], **style)
+    for line in gap_lines(policies, metrics, steps):
+        style = {"marker": "o", "markersize": 3, "label": line.name}
+        axes[1].plot([x for x, _ in line.points], [y for _, y in line.points], color=colours[line.name], **style)
+    top = _top(metrics)
+    if top is not None:
+        axes[0].set_ylim(top=1.02 * top)
+    axes[1].axhline(0, color="black", linewidth=0.8, linestyle="--")
+    for axis, label in zip(axes, ("loss, nat/byte (points: validation)", "gap to bf16, mnat"), strict=True):
+        axis.set(xlabel="step", ylabel=label)
+        axis.grid(alpha=0.25)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False)
+    aside = path.with_name(f".{path.name}.writing")
+    figure.savefig(aside, format="png")
+    aside.rename(path)

@@ -1,0 +1,101 @@
+"""What a run found: a row for each policy."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy's outcome.
+
+    Attributes:
+        start_loss, final_loss: validation loss in nats a byte, before the first step and after the last; None where
+        not finite.
+        gap: final_loss - BF16's, in mnat; None without a BF16 arm.
+        gap_error: standard error of the gap over the validation windows (paired, this one seed), in mnat.
+        weight_bits, activation_bits: bits per stored element, where a product reads it, and where it waits for
+        backward.
+        seconds: median time of a step.
+        diverged: the step at which it stopped being finite.
+        converted: how many modules the policy took.
+        left: Linear -> why it stayed BF16.
+    """
+
+    policy: str
+    start_loss: float | None
+    final_loss: float | None
+    gap: float | None
+    gap_error: float | None
+    weight_bits: float
+    activation_bits: float
+    seconds: float | None
+    diverged: int | None
+    converted: int
+    left: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run's directory and outcome. If a `signal` stopped it after `step` steps: not `finished`, no `rows`."""
+
+    out: Path
+    finished: bool
+    step: int
+    rows: tuple[Row, ...] = ()
+    signal: int | None = None
+
+    @property
+    def report(self) -> Path:
+        return self.out / "report.html"
+
+    def to_json(self) -> bytes:
+        return (
+            json.dumps(
+                {"step": self.step, "rows": [asdict(row) for row in self.rows]}, indent=1, allow_nan=False
+            ).encode()
+            + b"\n"
+        )
+
+
+def table(arms, losses: dict[str, np.ndarray], metrics: list[dict]) -> tuple[Row, ...]:
+    """A Row for each arm, from its losses over the final windows and the metrics of the run."""
+    base = losses.get("bf16")
+    rows = []
+    for arm in arms:
+        mine = [line for line in metrics if line["policy"] == arm.policy]
+        seconds = [line["seconds"] for line in mine if "seconds" in line]
+        gap = gap_error = None
+        if base is not None:
+            difference = 1e3 * (losses[arm.policy] - base)
+            gap, gap_error = (
+                _finite(difference.mean()),
+                _finite(difference.std(ddof=1) / math.sqrt(len(difference))) if len(base) > 1 else None,
+            )
+        bits = arm.storage_bits()
+        rows.append(
+            Row(
+                policy=arm.policy,
+                start_loss=next((line.get("valid_loss") for line in mine if line["step"] == 0), None),
+                final_loss=_finite(losses[arm.policy].mean()),
+                gap=gap,
+                gap_error=gap_error,
+                weight_bits=bits["weights"],
+                activation_bits=bits["saved_activations"],
+                seconds=statistics.median(seconds) if seconds else None,
+                diverged=arm.diverged,
+                converted=len(arm.report.converted),
+                left=dict(arm.report.left),
+            )
+        )
+    return tuple(rows)
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

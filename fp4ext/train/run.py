@@ -1,0 +1,160 @@
+"""A run directory: everything that a run leaves behind, and what it needs to go on.
+
+    config.json     what was asked for, which text, which versions; enough to repeat the run
+    metrics.jsonl   a line for each policy and logged step
+    checkpoints/    the newest step (checkpoint.py)
+    tensorboard/    the metrics once more, a folder for each policy, if tensorboard is installed
+    result.json, report.html, loss.png     at the end
+
+A checkpoint remembers how long metrics.jsonl was. Resuming cuts the file there, so that what follows is written once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from . import checkpoint
+from .config import compare
+from .errors import Refused
+
+
+class Run:
+    """An open run directory, locked against a second process. Use `create` or `reopen`."""
+
+    def __init__(self, path: Path, config: dict):
+        self.path, self.config = path, config
+        self._lock = _lock(path)
+        self._metrics = os.open(self.metrics_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._boards: dict | None = {}
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def log(self, lines: list[dict]) -> None:
+        """Append lines to metrics.jsonl and to TensorBoard."""
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        with checkpoint.told("metrics.jsonl", kept=checkpoint.latest(self.checkpoints)):
+            data = text.encode()
+            while data:
+                data = data[os.write(self._metrics, data) :]
+        for line in lines:
+            self._board(line)
+
+    def mark(self) -> int:
+        """The length of metrics.jsonl, once all of it is on the disk. A checkpoint keeps it."""
+        os.fsync(self._metrics)
+        return os.fstat(self._metrics).st_size
+
+    def rewind(self, size: int) -> None:
+        """Cut metrics.jsonl to that length."""
+        have = os.fstat(self._metrics).st_size
+        if have < size:
+            raise Refused(f"{self.metrics_path}: {have} bytes of {size}; accepted: the file as the run left it")
+        os.ftruncate(self._metrics, size)
+
+    def close(self) -> None:
+        for board in (self._boards or {}).values():
+            with suppress(OSError):  # a full disk: metrics.jsonl has it all, and the reason is already on its way
+                board.close()
+        os.close(self._metrics)
+        os.close(self._lock)
+
+    def without_tensorboard(self) -> None:
+        self._boards = None
+
+    def _board(self, line: dict) -> None:
+        if self._boards is None:
+            return
+        policy, step = line["policy"], line["step"]
+        if policy not in self._boards:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:  # optional; the metrics are in metrics.jsonl
+                self._boards = None
+                return
+            self._boards[policy] = SummaryWriter(self.path / "tensorboard" / policy, purge_step=step)
+        for key, value in line.items():
+            if isinstance(value, float):
+                self._boards[policy].add_scalar(key, value, step)
+
+
+def create(path: Path, config: dict) -> Run:
+    """Begin a run in a new or empty directory.
+
+    Raises:
+        Refused: something is there already, or it cannot be written. What is there stays.
+    """
+    check_free(path, config)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        checkpoint.replace(path / "config.json", json.dumps(config, indent=1).encode() + b"\n")
+        return Run(path, config)
+    except OSError as error:
+        raise Refused(
+            f"--out {path}: cannot be written ({error.strerror}); accepted: a new or empty directory"
+        ) from None
+
+
+def check_free(path: Path, config: dict) -> None:
+    """Raise Refused unless a run of this configuration may begin in that directory."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise Refused(f"--out {path}: not a directory; accepted: a new or empty directory")
+    if not any(path.iterdir()):
+        return
+    if not (path / "config.json").exists():
+        raise Refused(f"--out {path}: the directory holds other files; accepted: a new or empty directory")
+    there = read_config(path)
+    differences = compare(there["run"], config["run"])
+    if "data" in config:
+        differences += compare({"digest": there["data"].get("digest")}, {"digest": config["data"]["digest"]}, "data.")
+    if differences:
+        what = f"holds a run of another configuration ({'; '.join(differences)})"
+        raise Refused(f"--out {path}: {what}; accepted: a new or empty directory")
+    raise Refused(f"--out {path}: holds this very run; to go on: --resume {path}; to begin again: another --out")
+
+
+def reopen(path: Path) -> Run:
+    """Open a run that exists. Raises Refused if there is none, or if another process has it."""
+    return Run(path, read_config(path))
+
+
+def read_config(path: Path) -> dict:
+    """The config.json of a run directory. Raises Refused if it is none."""
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+        if not {"run", "data"} <= config.keys():
+            raise ValueError("no 'run' or 'data' in it")
+        return config
+    except OSError as error:
+        what = f"not a run directory: {file.name} cannot be read ({error.strerror})"
+        raise Refused(f"{path}: {what}; accepted: the directory of a run") from None
+    except (ValueError, AttributeError) as error:
+        raise Refused(f"{file}: not the configuration of a run ({error}); accepted: the directory of a run") from None
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl; a last line that was cut off is left out."""
+    text = (path / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _lock(path: Path) -> int:
+    fd = os.open(path / "config.json", os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise Refused(f"{path}: another process is training in it; accepted: a run that nobody is working on") from None
+    return fd

@@ -1,0 +1,91 @@
+"""Law 6."""
+
+import pytest
+import torch
+
+from fp4ext.reference import effective_n, inverse_rht, philox4x32, rht, signs
+
+from .data import gaussian, wide
+
+RNG = torch.tensor([11, 22])
+
+
+def sylvester(n):
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while h.shape[0] < n:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h
+
+
+@pytest.mark.parametrize("n", [16, 32, 64, 128])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_is_h_d_over_root_n(n, stages):
+    x = gaussian(3, 2 * n)
+    want = x.double().unflatten(-1, (-1, n))
+    for negate in signs(RNG, n, stages):
+        want = torch.where(negate, -want, want) @ sylvester(n) / n**0.5
+    got = rht(x, n, stages, RNG)
+    assert torch.allclose(got.double(), want.flatten(-2), rtol=0, atol=1e-5)
+    assert torch.allclose(inverse_rht(got.double(), n, stages, RNG), x.double(), rtol=0, atol=1e-5)
+
+
+def test_order_of_the_butterflies():
+    """Scalar butterflies, in fp32, on data whose spread makes the order visible (fault 6)."""
+    n, x = 32, wide(1, 32, seed=3)
+    v = [f for f in torch.where(signs(RNG, n, 1)[0], -x[0], x[0])]
+    h = 1
+    while h < n:
+        for i in range(n):
+            if not i & h:
+                v[i], v[i + h] = v[i] + v[i + h], v[i] - v[i + h]
+        h *= 2
+    scale = torch.tensor(1 / 32**0.5)
+    want = torch.stack([f * scale for f in v])
+    assert torch.equal(rht(x, n, 1, RNG)[0], want)
+    other = x.double() * 1  # another order (matrix product) differs in fp32 bits somewhere: the test can see it
+    assert not torch.equal((torch.where(signs(RNG, n, 1)[0], -other, other) @ sylvester(n)).float()[0] * scale, want)
+
+
+def test_signs_come_from_their_bits():
+    for stage in (0, 1):
+        words = [int(w) for w in philox4x32((stage, 0, 2, 22), 11)]
+        assert signs(RNG, 128, 2)[stage].tolist() == [bool(words[i // 32] >> (i % 32) & 1) for i in range(128)]
+    assert torch.equal(signs(RNG, 16, 1)[0], signs(RNG, 128, 1)[0, :16])
+    assert not torch.equal(signs(torch.tensor([11, 23]), 128, 1), signs(RNG, 128, 1))
+
+
+@pytest.mark.parametrize("n,k,want", [(128, 256, 128), (128, 192, 64), (128, 96, 32), (128, 48, 16), (32, 96, 32), (64, 96, 32), (128, 40, 16), (128, 120, 128), (16, 7, 16), (128, 1, 16)])
+def test_effective_n(n, k, want):
+    assert effective_n(n, k) == want
+
+
+def test_pads_to_16():
+    x = gaussian(2, 40)
+    padded = torch.cat([x, torch.zeros(2, 8)], 1)
+    assert torch.equal(rht(x, 128, 1, RNG), rht(padded, 16, 1, RNG))
+
+
+def test_nan_inf_and_overflow_take_their_vector_only():
+    x = gaussian(2, 128)
+    x[0, 3] = torch.nan
+    x[0, 40] = -torch.inf
+    x[1, 64:80] = 3e38
+    r = rht(x, 16, 1, RNG)
+    bad = r.unflatten(-1, (8, 16)).isnan()
+    assert torch.equal(bad.any(-1), bad.all(-1))
+    assert bad.any(-1).nonzero().tolist() == [[0, 0], [0, 2], [1, 4]]
+
+
+def test_partial_overflow_takes_its_whole_vector():
+    """Two equal entries 8 apart: half of their sums overflow, half cancel."""
+    x = torch.zeros(1, 32)
+    x[0, [0, 8, 20]] = 3e38
+    x = torch.where(signs(RNG, 16, 1)[0].repeat(2), -x, x)
+    r = rht(x, 16, 1, RNG)
+    assert r[0, :16].isnan().all() and r[0, 16:].isfinite().all()
+
+
+def test_cancels_in_a_product():
+    x, w = gaussian(4, 256).double(), gaussian(5, 256, seed=1).double()
+    rx, rw = (rht(t.float(), 128, 2, RNG).double() for t in (x, w))
+    assert torch.allclose(rx @ rw.T, x @ w.T, rtol=0, atol=1e-4)

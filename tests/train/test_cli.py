@@ -1,0 +1,114 @@
+"""python -m fp4ext, as a person meets it: one clear line for every refused input, and Ctrl-C that loses nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fp4ext.cli import main
+from fp4ext.train import resume
+
+from .conftest import InterruptAt
+
+
+def refused(capsys, *argv) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    captured = capsys.readouterr()
+    assert (
+        stop.value.code == 2
+        and captured.out == ""
+        and captured.err.count("\n") == 1
+        and captured.err.startswith("fp4ext: ")
+    )
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--steps", "0"], "--steps: '0'; accepted: a whole number from 1"),
+        (["--steps", "ten"], "--steps: 'ten'; accepted"),
+        (["--seed", "-1"], "--seed: '-1'; accepted: a whole number from 0"),
+        (["--policies", "bf16,int3"], "unknown policy 'int3'; accepted: bf16"),
+        (["--policies", "bf16,bf16"], "'bf16' is given twice"),
+        (["--policies", ","], "none given"),
+        (["--preset", "huge"], "unknown preset 'huge'; presets: tiny, small"),
+        (["--data", "nowhere.txt"], "nowhere.txt: no such file or folder; accepted"),
+        (["--device", "tpu"], "--device: 'tpu'; accepted: cpu, cuda"),
+        (["--resume", "nowhere"], "nowhere: not a run directory"),
+        (["--resume", "nowhere", "--out", "elsewhere"], "not allowed with"),
+        (["--threads", "99999"], "--threads: 99999; accepted"),
+        (["--what"], "unrecognized arguments: --what"),
+    ],
+)
+def test_refuses_in_one_line(capsys, tmp_path, monkeypatch, argv, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(capsys, "pretrain", *argv)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refuses_an_unknown_command(capsys):
+    assert "invalid choice: 'train'" in refused(capsys, "train")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["pretrain", "--help"]])
+def test_help_teaches(capsys, argv):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and "examples:" in out and "python -m fp4ext pretrain" in out
+
+
+def options(text, steps: int):
+    """The tiny preset with little work."""
+    return [
+        "--data",
+        str(text),
+        "--policies",
+        "bf16",
+        "--batch",
+        "1",
+        "--steps",
+        str(steps),
+        "--eval-every",
+        "9999",
+        "--threads",
+        "1",
+    ]
+
+
+def test_pretrain_prints_the_table(capsys, tmp_path, text):
+    assert main(["pretrain", *options(text, 2), "--out", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "step 2/2  valid loss: bf16" in out and "bf16 " in out and f"report: {tmp_path / 'run' / 'report.html'}" in out
+    )
+    assert "holds this very run" in refused(capsys, "pretrain", *options(text, 2), "--out", str(tmp_path / "run"))
+    assert "steps: 2, now 3" in refused(capsys, "pretrain", "--steps", "3", "--resume", str(tmp_path / "run"))
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, text):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "fp4ext", "pretrain", *options(text, 9000), "--out", str(out)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    deadline = time.monotonic() + 60
+    while not ((out / "metrics.jsonl").exists() and '"step": 5' in (out / "metrics.jsonl").read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert f"python -m fp4ext pretrain --resume {out}" in stdout and "Traceback" not in stderr
+    (step,) = (out / "checkpoints").iterdir()
+    stopped = json.loads((step / "manifest.json").read_bytes())["step"]
+    result = resume(out, show=InterruptAt(stopped + 5), tensorboard=False)
+    assert not result.finished and result.step == stopped + 5
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(0, stopped + 6, 5))
