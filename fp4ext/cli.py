@@ -7,6 +7,7 @@ disk) · 130 Ctrl-C, 143 SIGTERM: saved, and said how to go on.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -102,13 +103,14 @@ def add_pretrain(commands) -> None:
 def run_pretrain(args) -> int:
     """The `pretrain` command."""
     from . import train
-    from .train import display, presets
+    from .train import checkpoint, display, presets
     from .train.config import ADJUSTABLE
 
     console = _console()
     show = display.Bars(console) if console.is_terminal else display.Lines()
     given = {name: value for name, value in vars(args).items() if value is not None}
     out = Path(args.resume or args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
+    again = f"python -m fp4ext pretrain --resume {shlex.quote(str(out))}"
     try:
         if args.resume:
             asked = {name: value for name, value in given.items() if name not in ("command", "run", "resume")}
@@ -122,15 +124,13 @@ def run_pretrain(args) -> int:
     except train.Refused as error:
         fail(str(error))
     except train.Stopped as error:
-        fail(f"{error}; once there is room: python -m fp4ext pretrain --resume {out}", code=1)
+        begun = checkpoint.latest(out / "checkpoints") is not None
+        fail(f"{error}; once there is room: {again if begun else 'the same command'}", code=1)
     except KeyboardInterrupt:
-        print(
-            f"\nstopped at once; the last checkpoint goes on with: python -m fp4ext pretrain --resume {out}",
-            file=sys.stderr,
-        )
+        print(f"\nstopped at once; the last checkpoint goes on with: {again}", file=sys.stderr)
         return 130
     if not result.finished:
-        print(f"saved after step {result.step}; to go on: python -m fp4ext pretrain --resume {out}")
+        print(f"saved after step {result.step}; to go on: {again}")
         return 128 + result.signal
     display.final_table(result, console)
     return 0

@@ -1,4 +1,5 @@
 #pragma once
+#include "../numerics/minifloat.h"
 #include "simd.h"
 
 // Vectors of 4·kLanes bytes, seen as kLanes/4 parts of 16: what integer dot products and nibble tables need beyond simd.h.
@@ -123,18 +124,75 @@ FP4_HD VF splat(const float* p) {
 #endif
 }
 
-// kLanes bytes, zero-extended.
+// kLanes bytes, or kLanes nibbles (low first), zero-extended.
 FP4_HD VU widen8(const uint8_t* p) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  Bytes b;
-  std::memcpy(&b, p, kLanes);
-  return VU(__builtin_convertvector(b, RawU));
+#if defined(__AVX512F__)
+  return VU(RawU(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#elif defined(__AVX2__)
+  return VU(RawU(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))));
+#else
+  return VU(RawU{p[0], p[1], p[2], p[3]});
+#endif
 }
-FP4_HD VU widen16(const uint8_t* p) {
-  typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
-  Halves h;
-  std::memcpy(&h, p, kLanes * 2);
-  return VU(__builtin_convertvector(h, RawU));
+FP4_HD VU widen4(const uint8_t* p) {
+#if defined(__AVX512F__)
+  uint32_t low, high;
+  std::memcpy(&low, p, 4);
+  std::memcpy(&high, p + 4, 4);
+  const RawU words = {low, low, low, low, low, low, low, low, high, high, high, high, high, high, high, high};
+  return VU(words >> RawU{0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28}) & VU(15u);
+#elif defined(__AVX2__)
+  uint32_t word;
+  std::memcpy(&word, p, 4);
+  return VU(RawU(_mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28)))) & VU(15u);
+#else
+  return VU(RawU{p[0] & 15u, p[0] / 16u, p[1] & 15u, p[1] / 16u});
+#endif
+}
+
+// Twice the value of an E2M1 code, as a signed byte; and that plus 12, unsigned.
+inline constexpr uint8_t kTwiceE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
+inline constexpr uint8_t kTwiceE2M1Plus12[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// kLanes elements at p, as the numerics headers decode them, by table or by the half-precision conversion where there is one.
+FP4_HD VF decode_lanes_e2m1(const uint8_t* p) {
+#if defined(__AVX512F__)
+  const __m512 table = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6);
+  return VF(RawF(_mm512_permutexvar_ps(__m512i(widen4(p).v), table)));
+#elif defined(__AVX2__)
+  const __m256i code = __m256i(widen4(p).v);
+  const __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6), code);
+  const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(code, 3), 31);
+  return VF(RawF(_mm256_or_ps(magnitude, _mm256_castsi256_ps(sign))));
+#else
+  return E2M1::signed_value(widen4(p));
+#endif
+}
+// E4M3 is a half with a rebased exponent, less the NaN, which comes out as ±480. E5M2 is the high byte of a half.
+FP4_HD VF decode_lanes_e4m3(const uint8_t* p) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const VF v = VF(RawF(_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbfff)))))) * VF(256.0f);
+#elif defined(__AVX2__)
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const VF v = VF(RawF(_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(short(0xbfff)))))) * VF(256.0f);
+#endif
+#if defined(__AVX2__)
+  return select(abs_of(v) == VF(480.0f), as_float(VU(0x7fc00000u)), v);
+#else
+  return decode_e4m3_scale(widen8(p));
+#endif
+}
+FP4_HD VF decode_lanes_e5m2(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return VF(RawF(_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 8))));
+#elif defined(__AVX2__)
+  return VF(RawF(_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 8))));
+#else
+  const VU code = widen8(p), magnitude = code & VU(0x7fu);
+  const VU special = VU(kInfBits) | (code << 21 & VU(0x007fffffu)) | (code & VU(0x80u)) << 24;
+  return select(magnitude > VU(E5M2::kMaxCode), as_float(special), E5M2::signed_value(code));
+#endif
 }
 
 }  // namespace fp4ext::cpu::FP4EXT_ISA

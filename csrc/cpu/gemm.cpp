@@ -1,11 +1,26 @@
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <new>
 #include <vector>
 
+#include "../numerics/e8m0.h"
 #include "kernels/gemm.h"
 
 namespace fp4ext::cpu {
+
+const ScaleTable& scale_table(ScaleElem kind) {
+  static const auto tables = [] {
+    std::array<ScaleTable, 2> t;
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      t[0].value[byte] = decode_e4m3_scale(byte);
+      t[1].value[byte] = decode_e8m0(byte);
+    }
+    return t;
+  }();
+  return tables[kind == ScaleElem::e4m3 ? 0 : 1];
+}
+
 namespace {
 
 constexpr int64_t kPassRows = 512;   // rows of x packed at a time: each pass unpacks w once

@@ -37,6 +37,7 @@ struct Operand {
   }
   const uint8_t* row(int64_t r) const { return static_cast<const uint8_t*>(codes) + r * row_bytes(); }
   const uint8_t* row_scales(int64_t r) const { return scales + r * (k_stored / block); }
+  int block_shift() const { return block == 16 ? 4 : 5; }  // k / block without a division in the loops
 };
 
 // k: how far both are contracted, at most either k_stored; from k to the next multiple of 16 the elements count as 0.

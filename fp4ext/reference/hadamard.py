@@ -10,12 +10,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .fp32 import f32
 from .philox import Rng, philox4x32, usage
 
 
 def parse(name: str) -> tuple[int, int]:
-    """"128x2" -> (128, 2); "64" -> (64, 1)."""
+    """ "128x2" -> (128, 2); "64" -> (64, 1)."""
     n, _, stages = name.partition("x")
     return int(n), int(stages or 1)
 
@@ -67,7 +66,9 @@ def _hadamard(v: torch.Tensor) -> torch.Tensor:
     n = v.shape[-1]
     h = 1
     while h < n:
-        pairs = v.reshape(*v.shape[:-1], n // (2 * h), 2, h)  # [.., 0, i] has bit h clear, [.., 1, i] is its partner i + h
+        pairs = v.reshape(
+            *v.shape[:-1], n // (2 * h), 2, h
+        )  # [.., 0, i] has bit h clear, [.., 1, i] is its partner i + h
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         v = torch.stack((a + b, a - b), dim=-2).reshape(v.shape)
         h *= 2

@@ -51,7 +51,9 @@ class Rng:
         if isinstance(rng, Rng):
             return rng
         if rng is None:
-            raise ValueError("this spec draws random bits and needs rng = int64 tensor {seed, offset} or {seed, offset, row, k}")
+            raise ValueError(
+                "this spec draws random bits and needs rng = int64 tensor {seed, offset} or {seed, offset, row, k}"
+            )
         if rng.dtype != torch.int64 or rng.numel() not in (2, 4):
             raise ValueError(f"rng must be int64 with 2 or 4 elements, got {rng.dtype} with {rng.numel()}")
         return cls(*rng.flatten().tolist())

@@ -42,7 +42,9 @@ DECODE = {"e2m1": decode_e2m1, "e4m3": decode_e4m3, "e5m2": decode_e5m2}
 TILE = 16  # rows of a 16x16 tile
 
 
-def quantize(x: torch.Tensor, spec: Spec | str, axis: int = -1, rng=None, role: str | int = "x", amax: torch.Tensor | None = None):
+def quantize(
+    x: torch.Tensor, spec: Spec | str, axis: int = -1, rng=None, role: str | int = "x", amax: torch.Tensor | None = None
+):
     """x -> (codes, scales, global_scale).
 
     Args:
@@ -115,7 +117,9 @@ def amax_of(x: torch.Tensor, spec: Spec | str, axis: int = -1, rng=None) -> torc
     return a[0] if x.dim() == 1 and spec.outer == "row" else a
 
 
-def dequantize(codes, scales, global_scale, format: Format | str, shape_k: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantize(
+    codes, scales, global_scale, format: Format | str, shape_k: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """x̂ = fl(q·fl(float(s)·global_scale)), [.., rows, shape_k], rounded last to `dtype`. Law 2, 3.
 
     Under an RHT these are the rotated values, padded to a multiple of 16: ask for that shape_k.
@@ -181,7 +185,11 @@ def _blocks(view: torch.Tensor, spec: Spec, axis: int) -> torch.Tensor:
     those of axis -1, and one copy is the transpose of the other. Missing rows are zeros, which add nothing.
     """
     if spec.block != "16x16":
-        return view.unflatten(-1, (-1, spec.fmt.block)) if view.shape[-1] else view.reshape(*view.shape[:-1], 0, spec.fmt.block)
+        return (
+            view.unflatten(-1, (-1, spec.fmt.block))
+            if view.shape[-1]
+            else view.reshape(*view.shape[:-1], 0, spec.fmt.block)
+        )
     *stack, rows, k = view.shape
     padded = F.pad(view, (0, 0, 0, -rows % TILE))
     tiles = padded.reshape(*stack, (rows + TILE - 1) // TILE, TILE, k // TILE, TILE).transpose(-3, -2)
@@ -204,5 +212,7 @@ def _direction(axis: int) -> int:
 def _spec(spec: Spec | str) -> Spec:
     spec = Spec.parse(spec) if isinstance(spec, str) else spec
     if spec.block == "16x16" and spec.outer == "row":
-        raise ValueError("a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert")
+        raise ValueError(
+            "a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert"
+        )
     return spec

@@ -88,8 +88,9 @@ class Arm:
                 state[f"{name}.{key}"] = value
         yield f"{self.policy}.optimizer", state
 
-    def load(self, files: dict[str, dict[str, Tensor]]) -> None:
-        """Take over what `files` gave."""
+    def load(self, files: dict[str, dict[str, Tensor]], diverged: dict[str, int | None]) -> None:
+        """Take over what `files` gave, and where each policy diverged."""
+        self.diverged = diverged[self.policy]
         self.model.load_state_dict(files[f"{self.policy}.weights"])
         parameters = dict(self.model.named_parameters())
         for key, value in files[f"{self.policy}.optimizer"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 
 
 class Interrupts:
@@ -14,6 +15,9 @@ class Interrupts:
 
     signal: int | None = None
 
+    def __init__(self, tell: Callable[[str], None]):
+        self.tell = tell
+
     def __enter__(self):
         self._old = {}
         if threading.current_thread() is threading.main_thread():
@@ -23,6 +27,7 @@ class Interrupts:
     def _ask(self, number, frame):
         self.signal = number
         self._restore()
+        self.tell("stopping after this step; once more stops at once")
 
     def _restore(self):
         for s, handler in self._old.items():

@@ -1,4 +1,4 @@
-"""The frame of a report: one HTML file that loads nothing, light or dark with the reader's system, from 360 pixels up."""
+"""The frame of a report: one HTML file that loads nothing, light or dark as its reader prefers, from 360 pixels up."""
 
 from __future__ import annotations
 

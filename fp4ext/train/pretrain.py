@@ -50,10 +50,10 @@ def pretrain(config: Config, out: str | Path, show=None, tensorboard: bool = Tru
         "facts": facts(config),
         "command": command(config),
     }
-    with _threads(config.threads):
+    with _settings(config):
         arms = _build(config)
-        directory = run.create(out, settings)
-        return _train(directory, config, corpus, arms, 0, show, tensorboard)
+        with run.create(out, settings) as directory:
+            return _train(directory, config, corpus, arms, 0, show, tensorboard)
 
 
 def resume(out: str | Path, show=None, tensorboard: bool = True, asked: dict | None = None) -> Result:
@@ -67,26 +67,24 @@ def resume(out: str | Path, show=None, tensorboard: bool = True, asked: dict | N
     settings = run.read_config(out)
     config = Config.from_dict(settings["run"], settings["data"]["paths"])
     config = agree(config, asked or {})
-    manifest, files = checkpoint.load(out / "checkpoints")
-    corpus = data.load(config.data, config.preset.shape.context)
-    text = corpus.facts() | {
-        "source": settings["data"].get("source"),
-        "paths": settings["data"]["paths"],
-    }  # its place may change
-    differences = compare(settings["data"], text)
-    if differences:
-        raise Refused(
-            f"--resume {out}: its text has changed ({'; '.join(differences)}); accepted: the text that it began with"
-        )
-    for change in compare(settings["facts"], facts(config)):
-        show.note(f"since the run began, {change}: what follows may differ in bits")
-    with _threads(config.threads):
+    with run.reopen(out) as directory, _settings(config):
+        manifest, files = checkpoint.load(out / "checkpoints")
+        corpus = data.load(config.data, config.preset.shape.context)
+        place = {name: settings["data"].get(name) for name in ("source", "paths")}  # the same text may have moved
+        differences = compare(settings["data"], corpus.facts() | place)
+        if differences:
+            what = f"its text has changed ({'; '.join(differences)})"
+            raise Refused(f"--resume {out}: {what}; accepted: the text that it began with")
+        for change in compare(settings["facts"], facts(config)):
+            show.note(f"since the run began, {change}: what follows may differ in bits")
         arms = _build(config)
-        for a in arms:
-            a.load(files)
-            a.diverged = manifest["diverged"][a.policy]
-        directory = run.reopen(out)
-        directory.rewind(manifest["metrics_bytes"])
+        try:
+            for a in arms:
+                a.load(files, manifest["diverged"])
+            directory.rewind(manifest["metrics_bytes"])
+        except (KeyError, RuntimeError) as error:
+            what = f"the checkpoint does not fit config.json ({error})"
+            raise Refused(f"--resume {out}: {what}; accepted: both as the run left them") from None
         return _train(directory, config, corpus, arms, manifest["step"], show, tensorboard)
 
 
@@ -115,7 +113,7 @@ def _train(
             evaluate(lines, 0)
             directory.log(lines)
             show.step(0, lines)
-        with Interrupts() as stop:
+        with Interrupts(show.note) as stop:
             for step in range(start, p.steps):
                 batch = corpus.batch(config.seed, step, p.batch, p.shape.context)
                 lines = [a.step(*batch, step) for a in arms]
@@ -133,7 +131,6 @@ def _train(
         return _finish(directory, config, corpus, arms, show)
     finally:
         show.close()
-        directory.close()
 
 
 def _finish(directory: run.Run, config: Config, corpus: data.Corpus, arms: list[Arm], show) -> Result:
@@ -160,12 +157,14 @@ def _finish(directory: run.Run, config: Config, corpus: data.Corpus, arms: list[
 
 
 @contextmanager
-def _threads(count: int):
-    """torch's number of threads, for the time of a run."""
+def _settings(config: Config):
+    """The process's number of threads, for the time of a run; torch's generators are afterwards as they were."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(config.threads)
+    devices = [torch.cuda.current_device()] if config.device == "cuda" else []
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
         torch.set_num_threads(before)
 

@@ -21,15 +21,22 @@ from . import checkpoint
 from .config import compare
 from .errors import Refused
 
+APPEND = os.O_RDWR | os.O_APPEND
+
 
 class Run:
-    """An open run directory, locked against a second process. Use `create` or `reopen`."""
+    """An open run directory, locked against a second process: `with create(…)` or `with reopen(…)`."""
 
-    def __init__(self, path: Path, config: dict):
+    def __init__(self, path: Path, config: dict, lock: int, metrics: int):
         self.path, self.config = path, config
-        self._lock = _lock(path)
-        self._metrics = os.open(self.metrics_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._lock, self._metrics = lock, metrics
         self._boards: dict | None = {}
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
 
     @property
     def checkpoints(self) -> Path:
@@ -96,8 +103,9 @@ def create(path: Path, config: dict) -> Run:
     check_free(path, config)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
         checkpoint.replace(path / "config.json", json.dumps(config, indent=1).encode() + b"\n")
-        return Run(path, config)
+        return Run(path, config, lock, os.open(path / "metrics.jsonl", APPEND | os.O_CREAT | os.O_TRUNC, 0o644))
     except OSError as error:
         raise Refused(
             f"--out {path}: cannot be written ({error.strerror}); accepted: a new or empty directory"
@@ -105,7 +113,8 @@ def create(path: Path, config: dict) -> Run:
 
 
 def check_free(path: Path, config: dict) -> None:
-    """Raise Refused unless a run of this configuration may begin in that directory."""
+    """Raise Refused unless a run of this configuration may begin in that directory. One that never got to its first
+    checkpoint may begin again."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -121,12 +130,20 @@ def check_free(path: Path, config: dict) -> None:
     if differences:
         what = f"holds a run of another configuration ({'; '.join(differences)})"
         raise Refused(f"--out {path}: {what}; accepted: a new or empty directory")
+    if checkpoint.latest(path / "checkpoints") is None:
+        return
     raise Refused(f"--out {path}: holds this very run; to go on: --resume {path}; to begin again: another --out")
 
 
 def reopen(path: Path) -> Run:
     """Open a run that exists. Raises Refused if there is none, or if another process has it."""
-    return Run(path, read_config(path))
+    config, lock = read_config(path), _lock(path)
+    try:
+        return Run(path, config, lock, os.open(path / "metrics.jsonl", APPEND))
+    except OSError as error:
+        os.close(lock)
+        what = f"metrics.jsonl cannot be opened ({error.strerror})"
+        raise Refused(f"{path}: {what}; accepted: the directory as the run left it") from None
 
 
 def read_config(path: Path) -> dict:
@@ -151,7 +168,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def _lock(path: Path) -> int:
-    fd = os.open(path / "config.json", os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -20,7 +20,7 @@ def specs():
     out = []
     for fmt in fp4ext.formats.FORMATS.values():
         for scale, rounding, block, outer, rht in itertools.product(
-            fmt.scale_rules, ("nearest", "stochastic", "eden"), fmt.blocks, fmt.outers, ("none", "16", "64", "128x2")
+            fmt.scale_rules, ("nearest", "stochastic", "eden"), fmt.blocks, fmt.outers, ("none", "16", "128x2")
         ):
             try:
                 out.append(Spec(fmt.name, scale, rounding, block, outer, rht))
@@ -33,9 +33,16 @@ ALL = specs()
 
 
 def check(x, spec, axis=-1, role=0):
-    got = fp4ext.ops.quantize(x, spec.key, axis, RNG, role)
+    """Equal to the reference on every instruction set of this machine."""
     wanted = reference.quantize(x, spec, axis, RNG, role)
-    assert_same_quantized(got, wanted, f"{spec} axis={axis} {tuple(x.shape)} {x.dtype} {fp4ext._C.isa()}")
+    before = fp4ext._C.isa()
+    try:
+        for isa in fp4ext._C.isas():
+            fp4ext._C.force_isa(isa)
+            got = fp4ext.ops.quantize(x, spec.key, axis, RNG, role)
+            assert_same_quantized(got, wanted, f"{spec} axis={axis} {tuple(x.shape)} {x.dtype} {isa}")
+    finally:
+        fp4ext._C.force_isa(before)
 
 
 @pytest.fixture(params=fp4ext._C.isas())
@@ -51,16 +58,17 @@ def test_there_are_many_specs():
 
 
 @pytest.mark.parametrize("spec", ALL, ids=lambda s: s.key)
-def test_every_spec_equals_the_reference(spec, isa):
-    shape = (2, 32, 128) if spec.outer == "expert" else (32, 256)
-    kinds = [KINDS[i % len(KINDS)] for i in (hash(spec.key) % 7, hash(spec.key) % 7 + 4)]
-    for kind, axis in itertools.product(["gaussian", "nonfinite", *kinds], (-1, -2)):
-        check(generate(kind, *shape, seed=3), spec, axis)
+def test_every_spec_equals_the_reference(spec):
+    shape = (2, 16, 128) if spec.outer == "expert" else (16, 256)
+    turn = ALL.index(spec)
+    for i, axis in enumerate((-1, -2)):
+        for kind in ("gaussian", KINDS[1 + (2 * turn + i) % (len(KINDS) - 1)]):
+            check(generate(kind, *shape, seed=turn), spec, axis)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_kind_of_data(kind, dtype, isa):
+def test_every_kind_of_data(kind, dtype):
     x = generate(kind, 48, 128, seed=5, dtype=dtype)
     for key in ("nvfp4", "nvfp4/sweep", "nvfp4/four_over_six/nearest/16x16", "nvfp4/minvar/stochastic", "nvfp4/sweep/eden/1x16/tensor/128x2",
                 "nvfp4/amax/eden/1x16/row/128", "nvfp4/amax/stochastic/16x16/pow2", "mxfp8", "mxfp8_e5m2/floor", "mxfp4/ceil/stochastic"):
@@ -68,16 +76,15 @@ def test_every_kind_of_data(kind, dtype, isa):
             check(x, Spec.parse(key), axis)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(ALL),
     st.lists(st.integers(0, 40), min_size=1, max_size=4),
     st.integers(0, 300),
     st.sampled_from([-1, -2]),
-    st.sampled_from(fp4ext._C.isas()),
     st.sampled_from(RHTS),
 )
-def test_shapes(spec, lead, k, axis, isa, rht):
+def test_shapes(spec, lead, k, axis, rht):
     """Any leading dimensions, ragged lengths, empty tensors, transposed and strided views."""
     if spec.rht != "none" and rht != "none":
         spec = spec.with_(rht=rht)
@@ -86,18 +93,13 @@ def test_shapes(spec, lead, k, axis, isa, rht):
         shape = ([1] * 3 + shape)[-3:]
     if len(shape) == 1 and axis == -2:
         axis = -1
-    while torch.Size(shape).numel() > 20000:
+    while torch.Size(shape).numel() > 5000:
         shape = [s // 2 for s in shape]
-    before = fp4ext._C.isa()
-    fp4ext._C.force_isa(isa)
-    try:
-        x = generate("gaussian", *shape, seed=k)
-        check(x, spec, axis)
-        if len(shape) >= 2:
-            check(x.transpose(-1, -2), spec, axis)
-            check(x[..., ::2], spec, axis)
-    finally:
-        fp4ext._C.force_isa(before)
+    x = generate("gaussian", *shape, seed=k)
+    check(x, spec, axis)
+    if len(shape) >= 2:
+        check(x.transpose(-1, -2), spec, axis)
+        check(x[..., ::2], spec, axis)
 
 
 @pytest.mark.parametrize("key", ["nvfp4/sweep", "nvfp4/amax/stochastic", "nvfp4/sweep/eden/1x16/tensor/128x2", "mxfp8"])

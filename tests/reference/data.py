@@ -42,4 +42,6 @@ def raw(t: torch.Tensor) -> torch.Tensor:
 
 def same(a, b) -> bool:
     """Whether two (codes, scales, global_scale) agree in shape, dtype and every byte."""
-    return all(p.shape == q.shape and p.dtype == q.dtype and torch.equal(raw(p), raw(q)) for p, q in zip(a, b, strict=True))
+    return all(
+        p.shape == q.shape and p.dtype == q.dtype and torch.equal(raw(p), raw(q)) for p, q in zip(a, b, strict=True)
+    )

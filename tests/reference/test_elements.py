@@ -93,7 +93,9 @@ def test_e4m3_nan_stays_nan():
 def test_e4m3_up_is_the_least_code_not_below():
     codes = torch.arange(127, dtype=torch.uint8)
     values = decode_e4m3(codes)
-    x = torch.cat([NOT_NAN.float().abs(), values, values.nextafter(torch.tensor(torch.inf)), values.nextafter(torch.tensor(0.0))])
+    x = torch.cat(
+        [NOT_NAN.float().abs(), values, values.nextafter(torch.tensor(torch.inf)), values.nextafter(torch.tensor(0.0))]
+    )
     up = encode_e4m3(x, "up").long()
     least = torch.searchsorted(values, x.clamp(max=448)).clamp(max=126)  # the first value >= x
     assert torch.equal(up, least)

@@ -54,7 +54,10 @@ def test_fma_against_exact_fractions():
     a[500:600] *= 2.0**-140
     c[500:600] *= 2.0**-140
     got = fma(a, b, c)
-    want = [nearest_fp32(Fraction(float(p)) * Fraction(float(q)) + Fraction(float(r))) for p, q, r in zip(a, b, c, strict=True)]
+    want = [
+        nearest_fp32(Fraction(float(p)) * Fraction(float(q)) + Fraction(float(r)))
+        for p, q, r in zip(a, b, c, strict=True)
+    ]
     assert got.tolist() == [float(w) for w in want]
 
 
@@ -62,7 +65,10 @@ def test_fma_rounds_once_where_fp64_would_round_twice():
     """a·b short of half an ulp of c by less than fp64's last bit: a plain fp64 sum falls on the tie, and goes up to even."""
     c, differs = torch.tensor([1 + 2.0**-23]), 0
     for i in range(1, 200):
-        a, b = torch.tensor([1 + i * 2.0**-20]), torch.tensor([(1 - i * 2.0**-20) * 2.0**-24])  # a·b = 2^-24·(1 - i²·2^-40)
+        a, b = (
+            torch.tensor([1 + i * 2.0**-20]),
+            torch.tensor([(1 - i * 2.0**-20) * 2.0**-24]),
+        )  # a·b = 2^-24·(1 - i²·2^-40)
         want = float(nearest_fp32(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))))
         assert float(fma(a, b, c)) == want and float(fma(-a, b, -c)) == -want
         differs += float((a.double() * b.double() + c.double()).float()) != want
@@ -71,11 +77,16 @@ def test_fma_rounds_once_where_fp64_would_round_twice():
 
 def scalar_gemm(x, w):
     """The order of law 9 for one pair of rows, in exact fractions rounded at each step. Operands as gemm takes them."""
+
     def split(op):
         if isinstance(op, torch.Tensor):
             return op.float(), torch.ones(op.shape[0], -(-op.shape[1] // 16)), False
         fmt = formats.get(op[3])
-        return elements_of(op[0], fmt), scales_of(op[1], fmt).repeat_interleave(fmt.block // 16, -1), fmt.element.bits == 4
+        return (
+            elements_of(op[0], fmt),
+            scales_of(op[1], fmt).repeat_interleave(fmt.block // 16, -1),
+            fmt.element.bits == 4,
+        )
 
     (ex, sx, fx), (ew, sw, fw) = split(x), split(w)
     k = max(ex.shape[1], ew.shape[1])
@@ -158,7 +169,11 @@ def test_exact_where_partial_sums_are(pair):
 @pytest.mark.parametrize("pair", PAIRS)
 def test_row_invariance(pair):
     x, w = gaussian(7, 200, seed=1), gaussian(9, 200, seed=2)
-    how_x = PAIRS[pair][0] if isinstance(PAIRS[pair][0], torch.dtype) or "mx" in PAIRS[pair][0] else "nvfp4/sweep/nearest/1x16/row"
+    how_x = (
+        PAIRS[pair][0]
+        if isinstance(PAIRS[pair][0], torch.dtype) or "mx" in PAIRS[pair][0]
+        else "nvfp4/sweep/nearest/1x16/row"
+    )
     wo, _ = operand(w, PAIRS[pair][1])
     every = gemm(operand(x, how_x)[0], wo, out_dtype=torch.float32)
     for rows in ([3], [6, 3, 3], [0, 1, 2, 3]):
@@ -173,7 +188,11 @@ def test_global_scales_of_rows():
     y = gemm(xo, wo, out_dtype=torch.float32)
     for m in range(3):
         for n in range(4):
-            alone = gemm((*(t[m : m + 1] for t in xo[:3]), "nvfp4"), (*(t[n : n + 1] for t in wo[:3]), "nvfp4"), out_dtype=torch.float32)
+            alone = gemm(
+                (*(t[m : m + 1] for t in xo[:3]), "nvfp4"),
+                (*(t[n : n + 1] for t in wo[:3]), "nvfp4"),
+                out_dtype=torch.float32,
+            )
             assert y[m, n] == alone.item()
 
 

@@ -54,7 +54,21 @@ def test_signs_come_from_their_bits():
     assert not torch.equal(signs(torch.tensor([11, 23]), 128, 1), signs(RNG, 128, 1))
 
 
-@pytest.mark.parametrize("n,k,want", [(128, 256, 128), (128, 192, 64), (128, 96, 32), (128, 48, 16), (32, 96, 32), (64, 96, 32), (128, 40, 16), (128, 120, 128), (16, 7, 16), (128, 1, 16)])
+@pytest.mark.parametrize(
+    "n,k,want",
+    [
+        (128, 256, 128),
+        (128, 192, 64),
+        (128, 96, 32),
+        (128, 48, 16),
+        (32, 96, 32),
+        (64, 96, 32),
+        (128, 40, 16),
+        (128, 120, 128),
+        (16, 7, 16),
+        (128, 1, 16),
+    ],
+)
 def test_effective_n(n, k, want):
     assert effective_n(n, k) == want
 

@@ -34,11 +34,16 @@ def test_element_bits_at_their_coordinates():
 def test_shard_coordinates():
     whole = element_bits(torch.tensor([5, 6]), 8, 64, 0)
     assert torch.equal(element_bits(torch.tensor([5, 6, 3, 16]), 2, 32, 0), whole[3:5, 16:48])
-    assert torch.equal(block_bits(torch.tensor([5, 6]), 8, 64, 16, 1), element_bits(torch.tensor([5, 6]), 8, 64, 1)[:, ::16])
+    assert torch.equal(
+        block_bits(torch.tensor([5, 6]), 8, 64, 16, 1), element_bits(torch.tensor([5, 6]), 8, 64, 1)[:, ::16]
+    )
 
 
 def test_row_and_eighth_are_modulo_2_32():
-    assert torch.equal(element_bits(torch.tensor([5, 6, 2**32 + 3, 8 * 2**32]), 1, 8, 0), element_bits(torch.tensor([5, 6, 3, 0]), 1, 8, 0))
+    assert torch.equal(
+        element_bits(torch.tensor([5, 6, 2**32 + 3, 8 * 2**32]), 1, 8, 0),
+        element_bits(torch.tensor([5, 6, 3, 0]), 1, 8, 0),
+    )
 
 
 def test_usage_is_injective():
@@ -63,7 +68,9 @@ def test_neighbours_are_independent():
         assert abs(float((a * b).mean() * 12)) < 5 / a.numel() ** 0.5
 
 
-@pytest.mark.parametrize("bad", [None, torch.tensor([1.0, 2.0]), torch.tensor([1, 2, 3]), torch.tensor([1, 2], dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "bad", [None, torch.tensor([1.0, 2.0]), torch.tensor([1, 2, 3]), torch.tensor([1, 2], dtype=torch.int32)]
+)
 def test_bad_rng(bad):
     with pytest.raises(ValueError, match="rng"):
         Rng.of(bad)

@@ -45,7 +45,9 @@ def test_shapes_dtypes_and_padding(shape, axis, key):
     if spec.rht == "none" and x.numel():
         assert float((y - view).norm() / view.norm()) < 0.3
         filled = torch.nn.functional.pad(view, (0, padded - view.shape[-1]))
-        assert same(quantize(filled, spec, -1, RNG) if spec.rounding == "nearest" else (codes, scales, g), (codes, scales, g))
+        assert same(
+            quantize(filled, spec, -1, RNG) if spec.rounding == "nearest" else (codes, scales, g), (codes, scales, g)
+        )
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -46,7 +46,10 @@ def test_shards_equal_the_whole(x, cut, axis, key):
     dim = 0 if cut == "rows of x" else 1
     along_k = (dim == 1) == (axis == -1)
     size = x.shape[dim] // 2
-    parts = [quantize(shard, key, axis, place(0, i * size) if along_k else place(i * size, 0), "dy", amax) for i, shard in enumerate(x.split(size, dim))]
+    parts = [
+        quantize(shard, key, axis, place(0, i * size) if along_k else place(i * size, 0), "dy", amax)
+        for i, shard in enumerate(x.split(size, dim))
+    ]
     out_dim = -1 if along_k else -2
     joined = [torch.cat([raw(p[i]) for p in parts], out_dim).view(whole[i].dtype) for i in (0, 1)]
     assert same((*joined, parts[0][2]), whole)
@@ -56,7 +59,9 @@ def test_shards_equal_the_whole(x, cut, axis, key):
 def test_without_their_place_they_do_not(x, key):
     whole = quantize(x, key, -1, RNG)
     second = quantize(x[128:], key, -1, place(0, 0), amax=amax_of(x, key, -1, RNG))
-    assert not torch.equal(raw(second[0])[:, :], raw(whole[0])[128:]) or not torch.equal(raw(second[1]), raw(whole[1])[128:])
+    assert not torch.equal(raw(second[0])[:, :], raw(whole[0])[128:]) or not torch.equal(
+        raw(second[1]), raw(whole[1])[128:]
+    )
 
 
 @pytest.mark.parametrize("axis", [-1, -2])

@@ -90,7 +90,16 @@ def test_constant_matrix():
     assert codes.any() and scales.view(torch.uint8).all() and float(g) > 0
 
 
-@pytest.mark.parametrize("key", ["nvfp4/amax/stochastic", "nvfp4/minvar/stochastic", "mxfp8/ceil/stochastic", "mxfp4/ceil/stochastic", "mxfp8_e5m2/ceil/stochastic"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "nvfp4/amax/stochastic",
+        "nvfp4/minvar/stochastic",
+        "mxfp8/ceil/stochastic",
+        "mxfp4/ceil/stochastic",
+        "mxfp8_e5m2/ceil/stochastic",
+    ],
+)
 def test_scales_never_clip(key):
     """|x|·enc stays within fp32 rounding of the largest element, so that rounding can stay unbiased."""
     x = torch.cat([gaussian(64, 256), gaussian(64, 256).exp()])

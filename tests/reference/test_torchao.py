@@ -15,7 +15,12 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize  # noqa: E4
 from torchao.prototype.mx_formats.utils import to_blocked  # noqa: E402
 
 FORMATS = {"mxfp8": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2, "mxfp4": torch.float4_e2m1fn_x2}
-INPUTS = {"gaussian": gaussian(64, 256), "bf16": gaussian(64, 256, seed=3).bfloat16(), "t3": student_t3(64, 256), "outliers": outliers(64, 256, gain=1e4)}
+INPUTS = {
+    "gaussian": gaussian(64, 256),
+    "bf16": gaussian(64, 256, seed=3).bfloat16(),
+    "t3": student_t3(64, 256),
+    "outliers": outliers(64, 256, gain=1e4),
+}
 
 
 @pytest.mark.parametrize("name", INPUTS)

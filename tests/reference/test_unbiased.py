@@ -48,7 +48,9 @@ def ratios(draw) -> dict[str, tuple[float, float]]:
     one = variance.sum((-2, -1))
     ratio = B * (total / B).square().sum((-2, -1)) / one
     noise = (2 * variance.square().sum((-2, -1))).sqrt() / one
-    exact = one <= 1e-12 * true.square().sum((-2, -1))  # hit exactly, as SR does with one-hot vectors: nothing to average
+    exact = one <= 1e-12 * true.square().sum(
+        (-2, -1)
+    )  # hit exactly, as SR does with one-hot vectors: nothing to average
     pairs = zip(torch.where(exact, 1.0, ratio).tolist(), torch.where(exact, 0.0, noise).tolist(), strict=True)
     return dict(zip(DATA, pairs, strict=True))
 

@@ -109,6 +109,13 @@ def test_weights_load_into_a_plain_model(micro, tmp_path, policies):
         Transformer(MICRO.shape).load_state_dict(safetensors.torch.load_file(path), strict=True)
 
 
+def test_leaves_the_process_as_it_was(micro, tmp_path):
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    pretrain(micro(steps=2), tmp_path / "run", tensorboard=False)
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
 def test_sigterm_saves_too(micro, tmp_path):
     result = pretrain(micro(), tmp_path / "run", show=InterruptAt(3, signal.SIGTERM), tensorboard=False)
     assert (result.finished, result.step, result.signal) == (False, 3, signal.SIGTERM)
@@ -155,6 +162,18 @@ def test_full_disk_while_logging_or_saving(micro, tmp_path, monkeypatch):
     monkeypatch.undo()
     resume(parts, tensorboard=False)
     assert metrics(parts) == metrics(whole)
+
+
+def test_a_run_without_its_first_checkpoint_may_begin_again(micro, tmp_path, monkeypatch):
+    fail = lambda path, data: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", lambda path, data: fail(path, data) if "step" in str(data) else None)
+        patch.setattr(checkpoint, "replace", lambda path, data: path.write_bytes(data))
+        with pytest.raises(Stopped, match="no checkpoint had been written before"):
+            pretrain(micro(), tmp_path / "run", tensorboard=False)
+    with pytest.raises(Refused, match="no checkpoint"):
+        resume(tmp_path / "run")
+    assert pretrain(micro(), tmp_path / "run", tensorboard=False).finished
 
 
 def test_tensorboard_events(micro, tmp_path):
@@ -223,6 +242,12 @@ def test_refuses_broken_runs(micro, tmp_path):
     with pytest.raises(Refused, match="metrics.jsonl: 20 bytes"):
         resume(out)
     (out / "metrics.jsonl").write_bytes(lines)
+
+    config = (out / "config.json").read_text()
+    (out / "config.json").write_text(config.replace('"d": 32', '"d": 64'))
+    with pytest.raises(Refused, match="does not fit config.json"):
+        resume(out)
+    (out / "config.json").write_text(config)
 
     weights.parent.rename(tmp_path / "elsewhere")
     with pytest.raises(Refused, match="no checkpoint"):

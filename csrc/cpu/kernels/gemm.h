@@ -36,6 +36,12 @@ struct GemmKernel {
 inline constexpr int64_t kGemmChunk = 1024;
 constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
+// float(s) of each scale byte.
+struct ScaleTable {
+  float value[256];
+};
+const ScaleTable& scale_table(ScaleElem kind);
+
 // One row of results: y = fl32(double(total)·(g_x·g_w)), then + bias, then the output's rounding. A NaN becomes the canonical one, so that
 // its sign and payload depend on no instruction set.
 struct GemmRow {

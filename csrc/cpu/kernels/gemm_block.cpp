@@ -1,4 +1,3 @@
-#include "../../numerics/e8m0.h"
 #include "../bytes.h"
 #include "gemm.h"
 
@@ -23,36 +22,43 @@ constexpr int kRows = 2, kVectors = 2;
 #endif
 constexpr int64_t kStep = 512;
 constexpr int kXBytes = 16 + 8, kWBytes = 16 + 4;
-constexpr uint8_t kTwice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
-constexpr uint8_t kTwicePlus12[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-
-template <class U>
-FP4_HD auto decode_scale(ScaleElem kind, U byte) {
-  return kind == ScaleElem::e4m3 ? decode_e4m3_scale(byte) : decode_e8m0(byte);
-}
 
 // ---- x ----
 
+// kLanes / 2 blocks of one row at a time: part p of a vector holds blocks 2p and 2p+1.
 template <bool kFold>
 void pack_x(const Operand& x, int64_t row, int rows, int64_t k, uint8_t* out) {
+  constexpr int kBlocks = kLanes / 2;
   const int64_t blocks = (k + 15) / 16, record = rows * kXBytes;
+  const VB signed_table = repeat16(kTwiceE2M1), unsigned_table = repeat16(kTwiceE2M1Plus12);
+  const float* values = scale_table(x.scale).value;
+  const int32_t ones = 0x01010101;
   for (int r = 0; r < rows; ++r) {
     const uint8_t* codes = x.row(row + r);
     const uint8_t* scales = x.row_scales(row + r);
-    for (int64_t b = 0; b < blocks; ++b) {
-      int8_t a[16];
-      int sum = 0;
-      for (int i = 0; i < 8; ++i) {
-        const uint8_t pair = codes[b * 8 + i];
-        a[2 * i] = static_cast<int8_t>(kTwice[pair & 15]);
-        a[2 * i + 1] = static_cast<int8_t>(kTwice[pair >> 4]);
+    for (int64_t b = 0; b < blocks; b += kBlocks) {
+      const int n = static_cast<int>(blocks - b < kBlocks ? blocks - b : kBlocks);
+      VB packed{};
+      std::memcpy(&packed, codes + b * 8, n * 8);
+      const VB even = low_nibbles(packed), odd = high_nibbles(packed);
+      const VB a_even = lookup16(signed_table, even), a_odd = lookup16(signed_table, odd);
+      const VB u_even = lookup16(unsigned_table, even), u_odd = lookup16(unsigned_table, odd);
+      uint32_t groups[2][kLanes];  // four bytes of 2·element, of the even and of the odd blocks
+      float sums[2][kLanes];       // Σ (2·element + 12) over them
+      const VB a[2] = {low8(a_even, a_odd), high8(a_even, a_odd)}, u[2] = {low8(u_even, u_odd), high8(u_even, u_odd)};
+      for (int h = 0; h < 2; ++h) {
+        std::memcpy(groups[h], &a[h], sizeof(VB));
+        store(sums[h], to_float(dot4(DotSums{}, true, u[h], &ones)));
       }
-      for (int i = 0; i < 16; ++i) sum += a[i];
-      uint8_t* to = out + b * record;
-      for (int g = 0; g < 4; ++g) std::memcpy(to + (g * rows + r) * 4, a + 4 * g, 4);
-      const float s = decode_scale(x.scale, uint32_t{scales[b * 16 / x.block]});
-      const float pair[2] = {kFold ? 0.25f * s : s, static_cast<float>(-3 * sum) * (kFold ? s : 1.0f)};
-      std::memcpy(to + (4 * rows + 2 * r) * 4, pair, 8);
+      for (int i = 0; i < n; ++i) {
+        uint8_t* to = out + (b + i) * record;
+        const int h = i % 2, at = i / 2 * 4;
+        for (int g = 0; g < 4; ++g) std::memcpy(to + (g * rows + r) * 4, &groups[h][at + g], 4);
+        const float sum = sums[h][at] + sums[h][at + 1] + sums[h][at + 2] + sums[h][at + 3] - 192.0f;
+        const float s = values[scales[(b + i) * 16 >> x.block_shift()]];
+        const float pair[2] = {kFold ? 0.25f * s : s, -3.0f * sum * (kFold ? s : 1.0f)};
+        std::memcpy(to + (4 * rows + 2 * r) * 4, pair, 8);
+      }
     }
   }
 }
@@ -81,15 +87,21 @@ FP4_HD void unpack_columns(const uint8_t* const* columns, int64_t offset, VB tab
 void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k1, uint8_t* out) {
   const int vectors = (columns + kLanes - 1) / kLanes;
   const int64_t blocks = (k1 - k0 + 15) / 16, record = static_cast<int64_t>(vectors) * kLanes * kWBytes;
-  const VB table = repeat16(kTwicePlus12);
+  const VB table = repeat16(kTwiceE2M1Plus12);
+  const float* values = scale_table(w.scale).value;
   for (int v = 0; v < vectors; ++v) {
-    const uint8_t *codes[kLanes], *scales[kLanes];
+    const uint8_t *codes[kLanes], *scales[kLanes], *ahead[kLanes];
     for (int l = 0; l < kLanes; ++l) {
       const int64_t c = column + (v * kLanes + l < columns ? v * kLanes + l : columns - 1);
       codes[l] = w.row(c) + k0 / 2;
       scales[l] = w.row_scales(c);
+      // What this thread reads next: the rest of the row, or the same lane of the next strip. A few lines of many rows are no pattern
+      // that the hardware sees.
+      ahead[l] = k1 < w.k_stored ? w.row(c) + k1 / 2 : w.row(c + kVectors * kLanes < w.rows ? c + kVectors * kLanes : c);
     }
     for (int64_t b = 0; b < blocks; b += 2) {
+      if (b % 8 == 0)
+        for (int l = 0; l < kLanes; ++l) __builtin_prefetch(ahead[l] + b * 8);
       VB t[8];
       const int n = b + 1 < blocks ? 2 : 1;
       if (n == 2) {
@@ -107,11 +119,10 @@ void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k
         std::memcpy(out + (b + g / 4) * record + ((g % 4) * vectors + v) * sizeof(VB), &t[g], sizeof(VB));
     }
     for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t at = (k0 + b * 16) / w.block;
-      uint8_t bytes[kLanes];
-      for (int l = 0; l < kLanes; ++l) bytes[l] = scales[l][at];
-      const VF s = decode_scale(w.scale, widen8(bytes));
-      std::memcpy(out + b * record + (4 * vectors + v) * sizeof(VB), &s, sizeof(VF));
+      const int64_t at = (k0 + b * 16) >> w.block_shift();
+      float s[kLanes];
+      for (int l = 0; l < kLanes; ++l) s[l] = values[scales[l][at]];
+      std::memcpy(out + b * record + (4 * vectors + v) * sizeof(VB), s, sizeof(s));
     }
   }
 }

@@ -1,6 +1,5 @@
 #include <bit>
 
-#include "../../numerics/e8m0.h"
 #include "../bytes.h"
 #include "gemm.h"
 #include "io.h"
@@ -12,18 +11,22 @@
 // bit-reversed order the tree is a binary counter: after lane 0 and 8 comes their sum, after 4 and 12 theirs, then the sum of both, so at
 // most four results wait at a time.
 //
-// Panels: elements times their scale, in fp32 (exact); x is [16 lanes][k/16][rows], w is [16 lanes][k/16][vectors][kLanes], for each chunk.
+// Panels, for each chunk: elements times their scale, in fp32 (exact); x is [16 lanes][k/16][rows], w is [16 lanes][k/16][vectors][kLanes].
+// A cache line of padding after each lane of w keeps sixteen streams of stores out of one set of the cache.
 namespace fp4ext::cpu::FP4EXT_ISA {
 namespace {
 
 #if defined(__AVX512F__)
 constexpr int kRows = 8, kVectors = 3;
 #elif defined(__AVX2__)
-constexpr int kRows = 4, kVectors = 3;
+constexpr int kRows = 6, kVectors = 2;
 #else
-constexpr int kRows = 4, kVectors = 3;
+constexpr int kRows = 4, kVectors = 2;
 #endif
 constexpr int64_t kWidth = 16;  // the law's lanes
+
+constexpr int64_t kPadding = 16;  // floats
+constexpr int64_t w_lane_stride(int64_t steps, int vectors) { return steps * vectors * kLanes + kPadding; }
 
 // Where lane l stands in a panel.
 constexpr int bit_reversed(int l) { return (l & 1) << 3 | (l & 2) << 1 | (l & 4) >> 1 | (l & 8) >> 3; }
@@ -37,17 +40,11 @@ constexpr int kBits = E == Elem::e2m1 ? 4 : E == Elem::e4m3 || E == Elem::e5m2 ?
 template <Elem E>
 FP4_HD VF load_elements(const uint8_t* p) {
   if constexpr (E == Elem::e2m1) {
-    uint32_t words[kLanes / 8 + 1] = {};
-    std::memcpy(words, p, kLanes / 2);
-    RawU code, shift;
-    for (int i = 0; i < kLanes; ++i) code[i] = words[i / 8], shift[i] = 4 * (i % 8);
-    return E2M1::signed_value(VU(code >> shift) & VU(15u));
+    return decode_lanes_e2m1(p);
   } else if constexpr (E == Elem::e4m3) {
-    return decode_e4m3_scale(widen8(p));
+    return decode_lanes_e4m3(p);
   } else if constexpr (E == Elem::e5m2) {
-    const VU code = widen8(p), magnitude = code & VU(0x7fu);
-    const VU special = VU(kInfBits) | (code << 21 & VU(0x007fffffu)) | (code & VU(0x80u)) << 24;
-    return select(magnitude > VU(E5M2::kMaxCode), as_float(special), E5M2::signed_value(code));
+    return decode_lanes_e5m2(p);
   } else if constexpr (E == Elem::bf16) {
     return load_lanes(reinterpret_cast<const BF16*>(p));
   } else if constexpr (E == Elem::fp16) {
@@ -62,12 +59,12 @@ template <Elem E>
 struct RowReader {
   const uint8_t* codes;
   const uint8_t* scales;
-  ScaleElem kind;
-  int block;
+  const float* table;  // values of scale bytes
+  int shift;           // of the block
 
   RowReader() = default;
   RowReader(const Operand& o, int64_t row)
-      : codes(o.row(row)), scales(o.block ? o.row_scales(row) : nullptr), kind(o.scale), block(o.block) {}
+      : codes(o.row(row)), scales(o.block ? o.row_scales(row) : nullptr), table(scale_table(o.scale).value), shift(o.block_shift()) {}
 
   FP4_HD void read(int64_t k, int64_t k_end, VF (&out)[kWidth / kLanes]) const {
     const uint8_t* p = codes + k * kBits<E> / 8;
@@ -80,9 +77,8 @@ struct RowReader {
     }
     for (int i = 0; i < kWidth / kLanes; ++i) out[i] = load_elements<E>(p + i * kLanes * kBits<E> / 8);
     if (scales) {
-      const uint32_t byte = scales[k / block];
-      const float s = kind == ScaleElem::e4m3 ? decode_e4m3_scale(byte) : decode_e8m0(byte);
-      for (int i = 0; i < kWidth / kLanes; ++i) out[i] = out[i] * splat(&s);
+      const VF s = splat(table + scales[k >> shift]);
+      for (int i = 0; i < kWidth / kLanes; ++i) out[i] = out[i] * s;
     }
   }
 };
@@ -99,8 +95,10 @@ void pack_x(const Operand& x, int64_t row, int rows, int64_t k, float* out) {
       float* to = out + k0 * rows + r;
       for (int64_t j = 0; j < n; ++j) {
         VF v[kWidth / kLanes];
+        float lanes[kWidth];
         reader.read(k0 + j * kWidth, k, v);
-        for (int l = 0; l < kWidth; ++l) to[(bit_reversed(l) * n + j) * rows] = v[l / kLanes].v[l % kLanes];
+        std::memcpy(lanes, v, sizeof(lanes));
+        for (int l = 0; l < kWidth; ++l) to[(bit_reversed(l) * n + j) * rows] = lanes[l];
       }
     }
   }
@@ -109,7 +107,7 @@ void pack_x(const Operand& x, int64_t row, int rows, int64_t k, float* out) {
 template <Elem E>
 void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k1, float* out) {
   const int vectors = (columns + kLanes - 1) / kLanes;
-  const int64_t n = (k1 - k0 + kWidth - 1) / kWidth, stride = static_cast<int64_t>(vectors) * kLanes;
+  const int64_t n = (k1 - k0 + kWidth - 1) / kWidth, stride = w_lane_stride(n, vectors);
   for (int v = 0; v < vectors; ++v) {
     RowReader<E> readers[kLanes];
     for (int c = 0; c < kLanes; ++c) {
@@ -126,7 +124,7 @@ void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k
       for (int i = 0; i < kWidth / kLanes; ++i) {
         transpose(t[i]);
         for (int l = 0; l < kLanes; ++l)
-          store(out + (bit_reversed(i * kLanes + l) * n + j) * stride + v * kLanes, t[i][l]);
+          store(out + bit_reversed(i * kLanes + l) * stride + (j * vectors + v) * kLanes, t[i][l]);
       }
     }
   }
@@ -187,7 +185,7 @@ void multiply_tile(const GemmTile& tile) {
   VF sums[5][R][V];
   for (int i = 0; i < kWidth; ++i) {
     const int carries = std::countr_one(static_cast<unsigned>(i));
-    lane_sums<R, V>(x + i * tile.blocks * R, w + i * tile.blocks * V * kLanes, tile.blocks, sums[carries]);
+    lane_sums<R, V>(x + i * tile.blocks * R, w + i * w_lane_stride(tile.blocks, V), tile.blocks, sums[carries]);
     for (int level = 0; level < carries; ++level) add<R, V>(sums[level], sums[carries]);
   }
   for (int r = 0; r < R; ++r)
@@ -208,7 +206,7 @@ void multiply(const GemmTile& tile) {
 }  // namespace
 
 const GemmKernel& gemm_lane_kernel() {
-  static constexpr GemmKernel kKernel = {kRows, kLanes, kVectors, kGemmChunk, kWidth * 4, kWidth * 4, pack_x_any, pack_w_any, multiply<>};
+  static constexpr GemmKernel kKernel = {kRows, kLanes, kVectors, kGemmChunk, kWidth * 4, kWidth * 4 + 4, pack_x_any, pack_w_any, multiply<>};
   return kKernel;
 }
 

@@ -1,0 +1,59 @@
+# The road from a clone to a result: `make demo` and `make test` need Python >= 3.10, git and g++, and nothing else.
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 2>/dev/null)
+CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
+
+.PHONY: help demo test test-fast build lint format bench kernels clean
+help:  ## what each target does
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "fp4ext needs Python >= 3.10, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+
+# Everything but the extension; again when the lists of packages change.
+$(VENV)/.packages: constraints.txt pyproject.toml | $(VENV)/bin/python
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch pybind11 cmake ninja setuptools wheel
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt numpy safetensors rich matplotlib tensorboard pytest hypothesis ml_dtypes ruff clang-format
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchao  # a judge in tests; alone, so that it brings no other torch
+	@touch $@
+
+$(READY): $(VENV)/.packages $(CORE)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@$(PY) -c 'import fp4ext; [print(f"fp4ext: {name}: {what}") for name, what in fp4ext.backends().items()]'
+	@touch $@
+
+build: $(READY)  ## make .venv, install what is needed, build the extension
+
+demo: build  ## train the small model in BF16, MXFP8 and 4 bits side by side, and compare (about 8 minutes)
+	$(PY) -m fp4ext pretrain --policies bf16,mxfp8,nvidia,end_to_end --preset tiny --out runs/demo $(DEMO_ARGS)
+
+test: build  ## the whole test suite
+	$(PY) -m pytest
+
+test-fast: build  ## the suite without its long campaigns
+	$(PY) -m pytest -m 'not slow'
+
+lint: $(VENV)/.packages  ## style and simple mistakes, Python and C++
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
+
+format: $(VENV)/.packages  ## rewrite the sources in the house style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CPP)
+
+bench: build  ## measure this machine: rows to bench_out/, tables to the terminal
+	$(PY) benchmarks/bench_quantize.py
+	$(PY) benchmarks/bench_gemm.py
+
+kernels: $(VENV)/.packages  ## compile every CUDA kernel for every architecture; needs nvcc, but neither a GPU nor a CUDA torch
+	$(PY) -m cmake -S . -B build/kernels -G Ninja -DFP4EXT_CUDA=KERNELS -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release
+	$(PY) -m cmake --build build/kernels --target fp4ext_all_kernels
+
+clean:  ## remove what was built (not .venv, not runs)
+	rm -rf build bench_out fp4ext/_C*.so $(READY)
