@@ -1,7 +1,7 @@
 """convert: make a model's linear layers quantize by a policy, in place, and say what was done and what was left.
 
-A converted layer is the same object with the same parameters and hooks; only its class changes, from nn.Linear to fp4ext.Linear. So optimizers, state_dicts and sharding
-don't notice, and `revert` has nothing to copy.
+A converted layer is the same object with the same parameters and hooks; only its class changes, from nn.Linear to
+fp4ext.Linear. So optimizers, state_dicts and sharding don't notice, and `revert` has nothing to copy.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from torch import nn
 
 from . import policies
 from .linear import Linear
-from .policy import Policy
+from .policy import Policy, check_stage
 
 Filter = Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What convert did. `converted`: module names. `left`: names of modules with matrices that stay as they are → why."""
+    """What convert did.
+
+    Attributes:
+        policy: the policy's name.
+        converted: names of the modules that quantize now.
+        left: names of the modules with matrices that stay as they are → why.
+    """
 
     policy: str
     converted: list[str] = field(default_factory=list)
@@ -47,46 +53,58 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
     Raises:
         ValueError: an unknown policy. TypeError: model is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
+    _check_module(model)
     policy = policies.get(policy)
     report = Report(policy.name)
-    candidates: list[tuple[str, nn.Module]] = []
+    candidates: list[str] = []
+    modules = dict(model.named_modules())
     shared = _shared_weights(model)
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         why = _why_left(name, module, policy, filter, shared)
         if why:
             report.left[name] = why
         elif type(module) in (nn.Linear, Linear):
-            candidates.append((name, module))
+            candidates.append(name)
     kept = round(len(candidates) * policy.keep_last)
-    for name, _ in candidates[len(candidates) - kept :]:
+    for name in candidates[len(candidates) - kept :]:
         report.left[name] = f"among the last {policy.keep_last:.0%} of layers, which the policy keeps in BF16"
-    for name, module in candidates:
-        if name in report.left:
-            _revert(module)
-        else:
-            module.__class__ = Linear
-            module.set_policy(policy, name)
-            report.converted.append(name)
+    for name in report.left:
+        _revert(modules[name])
+    for name in candidates[: len(candidates) - kept]:
+        modules[name].__class__ = Linear
+        modules[name].set_policy(policy, name)
+        report.converted.append(name)
+    for name, module in modules.items():
+        if isinstance(module, nn.TransformerEncoderLayer) and Linear in map(type, module.children()):
+            report.left[name] = (
+                "its fast path, which torch takes in eval without gradients, does not call the layers inside; "
+                "torch.backends.mha.set_fastpath_enabled(False) closes it"
+            )
     return report
 
 
 def revert(model: nn.Module) -> list[str]:
     """Make each converted layer a plain nn.Linear again, in place; the names of those that were."""
+    _check_module(model)
     return [name for name, module in model.named_modules() if _revert(module)]
 
 
 def set_step(model: nn.Module, step: int) -> None:
     """Tell every converted layer how far training is, for policies that change with it."""
+    _check_module(model)
     for module in model.modules():
         if isinstance(module, Linear):
             module.set_step(step)
 
 
 def storage_bits(model: nn.Module, stage: str = "pretrain") -> dict[str, float]:
-    """Stored bits an element of the `weights` that fprop reads and of the `saved_activations` that wgrad reads, over all linear layers that are
-    converted; 16 where none is. Weighted by the layers' weights and inputs."""
+    """Stored bits an element of the `weights` that fprop reads and of the `saved_activations` that wgrad reads.
+
+    Over all converted layers, weighted by their weights and inputs; 16 where none is. Raises ValueError for an unknown
+    stage.
+    """
+    _check_module(model)
+    check_stage(stage)
     weights = activations = weight_bits = activation_bits = 0.0
     for module in model.modules():
         if isinstance(module, Linear):
@@ -100,19 +118,33 @@ def storage_bits(model: nn.Module, stage: str = "pretrain") -> dict[str, float]:
     return {"weights": weight_bits / weights, "saved_activations": activation_bits / activations}
 
 
-def _why_left(name: str, module: nn.Module, policy: Policy, filter: Filter | None, shared: dict[int, list[str]]) -> str | None:
-    """Why a module with matrices stays as it is; None for one that can be converted, or that has no matrices of its own."""
-    matrices = [key for key, p in module.named_parameters(recurse=False) if p.dim() >= 2]
-    if not matrices:
-        return None
+def _check_module(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
+
+
+def _why_left(
+    name: str, module: nn.Module, policy: Policy, filter: Filter | None, shared: dict[int, list[str]]
+) -> str | None:
+    """Why a module with matrices stays as it is.
+
+    None for one that can be converted, or that has no matrices of its own.
+    """
+    parameters = list(module.parameters(recurse=False))
     kind = type(module).__name__
+    if any(map(nn.parameter.is_lazy, parameters)):
+        return f"{kind} has no shape yet: run a batch through the model first"
+    if not any(p.dim() >= 2 for p in parameters):
+        return None
     if type(module) not in (nn.Linear, Linear):
         if isinstance(module, nn.Linear):
             return f"{kind} is a subclass of nn.Linear, and may compute something else"
         return f"{kind} has no 4-bit form here"
     if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its weight is {module.weight.dtype}; accepted: float32, bfloat16, float16"
-    others = [other for other in shared[id(module.weight)] if other != name]
+    if "forward" in vars(module):
+        return "its forward is replaced on the object, and would be called instead"
+    others = [other for other in shared.get(id(module.weight), []) if other != name]
     if others:
         return f"it shares its weight with {', '.join(others)}"
     if policy.keeps(name):

@@ -1,7 +1,8 @@
 """The number formats: the only place that types 16, 32, 6.0 or 448.0. Ask a Format instead of remembering.
 
 An element format says which values one code can take. A block format adds a scale shared by consecutive elements along
-the contraction axis, and NVFP4 an fp32 outer scale on top: x̂ = element · block scale · outer scale (docs/numerics.md, 1-3).
+the contraction axis, and NVFP4 an fp32 outer scale on top: x̂ = element · block scale · outer scale
+(docs/numerics.md, 1-3).
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import torch
 
 @dataclass(frozen=True)
 class Element:
-    """A scalar format. `max` is its largest finite value, `max_exponent` = floor(log2 max), `min` its smallest positive value."""
+    """A scalar format.
+
+    Attributes:
+        max: its largest finite value; max_exponent: floor(log2 max).
+        min: its smallest positive value.
+    """
 
     name: str
     bits: int
@@ -97,6 +103,6 @@ def get(name: str | Format) -> Format:
     """The Format of that name. Raises ValueError, listing the names there are."""
     if isinstance(name, Format):
         return name
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"unknown format {name!r}; formats: {', '.join(FORMATS)}")
     return FORMATS[name]

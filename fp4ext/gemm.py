@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import ops
 from .qtensor import QTensor
-from .quantize import check_input
+from .quantize import check_device, check_input
 
 ACCUMULATE = ("invariant", "fast")
 BACKENDS = ("auto", "cpu")
@@ -28,29 +28,36 @@ def gemm(
         w: [N, K], likewise; formats may differ.
         bias: [N], fp32, bf16 or fp16.
         out_dtype: torch.bfloat16 or torch.float32.
-        accumulate: "invariant": a row of y depends on that row of x and on w alone, not on M, the other rows or the threads. "fast": the backend's
-            fastest order. The CPU has one order, invariant and documented.
+        accumulate: "invariant": a row of y depends on that row of x and on w alone, not on M, the other rows or the
+            threads. "fast": the backend's fastest order. The CPU has one order, invariant and documented.
         backend: "auto" or "cpu".
 
     Returns:
         [.., M, N] in out_dtype.
 
     Raises:
-        ValueError: lengths of K that differ, an unknown choice. TypeError: a dtype that is not accepted. RuntimeError: shapes or devices that don't fit.
+        ValueError: lengths of K or devices that differ, an unknown choice. TypeError: a dtype that is not accepted.
+        RuntimeError: shapes that don't fit.
 
     Source: docs/numerics.md, 9.
     """
     if accumulate not in ACCUMULATE:
         raise ValueError(f"unknown accumulate {accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
     if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; accepted: {', '.join(BACKENDS)} (fp4ext.backends() says why not others)")
+        accepted = ", ".join(BACKENDS)
+        raise ValueError(f"unknown backend {backend!r}; accepted: {accepted} (fp4ext.backends() says why not others)")
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"out_dtype is {out_dtype}; accepted: torch.bfloat16, torch.float32")
+    operands = *_operand("x", x), *_operand("w", w)
+    if bias is not None:
+        check_input("bias", bias)
+        check_device("bias", bias, x)
+    check_device("w", w, x)
     if len(w.shape) != 2:
         raise ValueError(f"w has shape {tuple(w.shape)}; accepted: [N, K]")
     if len(x.shape) < 1 or x.shape[-1] != w.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in K, their last axis")
-    return ops.gemm(*_operand("x", x), *_operand("w", w), bias, ops.dtype_name(out_dtype), accumulate, backend)
+    return ops.gemm(*operands, bias, ops.dtype_name(out_dtype), accumulate, backend)
 
 
 def _operand(name: str, t: QTensor | Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, str]:

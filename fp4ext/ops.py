@@ -1,7 +1,8 @@
 """The one door to torch.ops.fp4ext: a wrapper and a fake (shapes and dtypes, for torch.compile and export) for each op.
 
-Schemas: csrc/ops/library.cpp. Everything here takes and gives plain tensors; `spec` is a Spec's key. Users call fp4ext.quantize and fp4ext.gemm.
-To an op, codes and scales are bytes; the wrappers view them as torch's 8-bit float types, which few torch functions know.
+Schemas: csrc/ops/library.cpp. Everything here takes and gives plain tensors; `spec` is a Spec's key. Users call
+fp4ext.quantize and fp4ext.gemm. To an op, codes and scales are bytes; the wrappers view them as torch's 8-bit float
+types, which few torch functions know.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _C  # noqa: F401  (loading it registers the ops)
-from . import formats
+from . import (
+    _C,  # noqa: F401  (loading it registers the ops)
+    formats,
+)
 from .spec import Spec
 
 ROLES = {"x": 0, "w": 1, "dy": 2}
@@ -25,8 +28,18 @@ def _typed(spec: str, codes: Tensor, scales: Tensor, global_scale: Tensor) -> Qu
     return codes.view(fmt.codes_dtype), scales.view(fmt.scale_dtype), global_scale
 
 
-def _bytes(t: Tensor | None) -> Tensor | None:
-    return t.view(torch.uint8) if t is not None and t.element_size() == 1 else t
+def _bytes(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """t as bytes if its dtype is what the format has; any other is for the op to refuse."""
+    return t.view(torch.uint8) if t is not None and t.dtype == dtype else t
+
+
+def _scale_bytes(t: Tensor) -> Tensor:
+    return _bytes(t, t.dtype if t.dtype in {f.scale_dtype for f in formats.FORMATS.values()} else None)
+
+
+def _matrix_bytes(codes: Tensor, scales: Tensor | None, format: str) -> tuple[Tensor, Tensor | None]:
+    fmt = formats.FORMATS.get(format)
+    return (_bytes(codes, fmt.codes_dtype), _bytes(scales, fmt.scale_dtype)) if fmt else (codes, scales)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -58,7 +71,9 @@ def amax(x: Tensor, spec: str, axis: int = -1, rng: Tensor | None = None) -> Ten
 
 def dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor, format: str, k: int, out_dtype: str) -> Tensor:
     """x̂ = element · fl(float(scale) · global_scale), the padding cut off at k."""
-    return torch.ops.fp4ext.dequantize.default(_bytes(codes), _bytes(scales), global_scale, format, k, out_dtype)
+    return torch.ops.fp4ext.dequantize.default(
+        *_matrix_bytes(codes, scales, format), global_scale, format, k, out_dtype
+    )
 
 
 def gemm(
@@ -77,12 +92,10 @@ def gemm(
 ) -> Tensor:
     """y = x̂·ŵᵀ + bias, contraction last on both (docs/numerics.md, 9)."""
     return torch.ops.fp4ext.gemm.default(
-        _bytes(x_codes),
-        _bytes(x_scales),
+        *_matrix_bytes(x_codes, x_scales, x_format),
         x_global,
         x_format,
-        _bytes(w_codes),
-        _bytes(w_scales),
+        *_matrix_bytes(w_codes, w_scales, w_format),
         w_global,
         w_format,
         bias,
@@ -93,16 +106,16 @@ def gemm(
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Block scales [.., rows, blocks] to the tensor cores' layout, [.., size], padding zeroed (docs/numerics.md, 10)."""
-    return torch.ops.fp4ext.swizzle.default(_bytes(scales)).view(scales.dtype)
+    """Block scales [.., rows, blocks] to the tensor cores' layout, [.., size], padding zeroed (law 10)."""
+    return torch.ops.fp4ext.swizzle.default(_scale_bytes(scales)).view(scales.dtype)
 
 
 def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
     """The inverse of swizzle: [.., rows, columns]."""
-    return torch.ops.fp4ext.unswizzle.default(_bytes(swizzled), rows, columns).view(swizzled.dtype)
+    return torch.ops.fp4ext.unswizzle.default(_scale_bytes(swizzled), rows, columns).view(swizzled.dtype)
 
 
-# Fakes -----------------------------------------------------------------------------------------------------------------
+# Fakes --------------------------------------------------------------------------------------------------------------
 
 
 def _fake_quantized(x: Tensor, key: str, axis: int) -> Quantized:
@@ -158,15 +171,16 @@ def _(swizzled, rows, columns):
     return swizzled.new_empty((*swizzled.shape[:-1], rows, columns))
 
 
-# Random state ----------------------------------------------------------------------------------------------------------
+# Random state -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("fp4ext::draw_rng", mutates_args=())
+@torch.library.custom_op("fp4ext::draw_rng", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
 def draw_rng(like: Tensor, streams: int) -> Tensor:
     """Fresh RNG states {seed, offset}, int64 [streams, 2], drawn from torch's generator for the device of `like`.
 
-    So torch.manual_seed makes a run repeatable, and whatever saves torch's RNG state saves fp4ext's. An op of its own, so that compiled code draws
-    the same numbers as eager code and never drops or merges a draw.
+    So torch.manual_seed makes a run repeatable, and whatever saves torch's RNG state saves fp4ext's. An op of its own,
+    and one with an effect, so that compiled code draws the same numbers as eager code, in the same order, and never
+    drops, merges or repeats a draw: without the effect two layers that read the same x get one state for both.
     """
     return torch.randint(2**63 - 1, (streams, 2), dtype=torch.int64, device=like.device)
 
@@ -174,3 +188,6 @@ def draw_rng(like: Tensor, streams: int) -> Tensor:
 @draw_rng.register_fake
 def _(like, streams):
     return like.new_empty((streams, 2), dtype=torch.int64)
+
+
+draw_rng.register_effect(torch.library.EffectType.ORDERED)

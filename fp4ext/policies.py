@@ -47,7 +47,11 @@ _POLICIES = {
         Policy("bf16"),
         Policy("mxfp8", Recipe(_both(_MXFP8), **_backward(_MXFP8, False))),
         Policy("nvidia", Recipe(Fprop(_AMAX, _TILE), Dgrad(_SR, _TILE), _NVIDIA_WGRAD), _sampler(_AMAX)),
-        Policy("four_over_six", Recipe(_both(_FOUR_OVER_SIX), Dgrad(_SR, _TILE), _NVIDIA_WGRAD), _sampler(_FOUR_OVER_SIX)),
+        Policy(
+            "four_over_six",
+            Recipe(_both(_FOUR_OVER_SIX), Dgrad(_SR, _TILE), _NVIDIA_WGRAD),
+            _sampler(_FOUR_OVER_SIX),
+        ),
         Policy("quartet2", Recipe(_both(_FOUR_OVER_SIX), **_backward(_EDEN, True)), _sampler(_FOUR_OVER_SIX)),
         Policy("end_to_end", Recipe(_both(_SWEEP), **_backward(_EDEN2, True)), _sampler(_SWEEP)),
         Policy("mxfp8_backward", Recipe(_both(_SWEEP), **_backward(_MXFP8, True)), _sampler(_SWEEP)),
@@ -64,6 +68,6 @@ def get(name: str | Policy) -> Policy:
     """The policy of that name. Raises ValueError, listing the names there are."""
     if isinstance(name, Policy):
         return name
-    if name not in _POLICIES:
+    if not isinstance(name, str) or name not in _POLICIES:
         raise ValueError(f"unknown policy {name!r}; policies: {', '.join(_POLICIES)}")
     return _POLICIES[name]

@@ -1,7 +1,8 @@
-"""Policy: stage × module name × step → Recipe. Each component's precision is a decision, and this is where it is written down.
+"""Policy: stage × module name × step → Recipe. Each component's precision is a decision, written down here.
 
-The four stages ask for different things: pretraining's forward for low error, its backward for no bias (noise averages out over tokens and steps,
-drift compounds), the RL sampler for speed and memory, the RL trainer for agreement with the sampler.
+The four stages ask for different things: pretraining's forward for low error, its backward for no bias (noise averages
+out over tokens and steps, drift compounds), the RL sampler for speed and memory, the RL trainer for agreement with the
+sampler.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ STAGES = ("pretrain", "rl_sampler", "rl_trainer")
 _stage = "pretrain"
 
 
+def check_stage(name: str) -> None:
+    """Raises ValueError for a stage that there is not."""
+    if name not in STAGES:
+        raise ValueError(f"unknown stage {name!r}; accepted: {', '.join(STAGES)}")
+
+
 def current_stage() -> str:
     """The stage that modules run in now."""
     return _stage
@@ -27,8 +34,7 @@ def current_stage() -> str:
 def stage(name: str) -> Iterator[None]:
     """Run modules in a stage: `with fp4ext.stage("rl_sampler"): …`. Raises ValueError for an unknown one."""
     global _stage
-    if name not in STAGES:
-        raise ValueError(f"unknown stage {name!r}; accepted: {', '.join(STAGES)}")
+    check_stage(name)
     before, _stage = _stage, name
     try:
         yield
@@ -43,7 +49,8 @@ class Policy:
     Attributes:
         name: what the policy is called in tables and checkpoints.
         pretrain: the recipe of the pretraining stage.
-        rl_sampler, rl_trainer: those of the RL stages; default: the sampler has pretrain's fprop, the trainer the sampler's fprop and a BF16 backward.
+        rl_sampler, rl_trainer: those of the RL stages; default: the sampler has pretrain's fprop, the trainer the
+            sampler's fprop and a BF16 backward.
         keep: patterns (as in a shell) of module names, or of their last parts, that stay in BF16.
         keep_last: share of the layers, counted from the last, that stay in BF16 (0.15 in NVIDIA's recipe).
         rules: (pattern, recipe) pairs that replace `pretrain` for matching modules; the first match counts.
@@ -62,11 +69,16 @@ class Policy:
     def __post_init__(self):
         if not 0 <= self.keep_last <= 1:
             raise ValueError(f"keep_last is {self.keep_last}; accepted: a share from 0 to 1")
+        if isinstance(self.keep, str) or not all(isinstance(pattern, str) for pattern in self.keep):
+            raise TypeError(f'keep is {self.keep!r}; accepted: a tuple of patterns, e.g. ("lm_head", "*.router")')
+        for what in ("pretrain", "rl_sampler", "rl_trainer"):
+            recipe = getattr(self, what)
+            if not isinstance(recipe, Recipe) and (recipe is not None or what == "pretrain"):
+                raise TypeError(f"{what} is {recipe!r}; accepted: a Recipe")
 
     def recipe(self, stage: str, name: str, step: int = 0) -> Recipe:
         """The recipe of module `name` in a stage at a step. Raises ValueError for an unknown stage."""
-        if stage not in STAGES:
-            raise ValueError(f"unknown stage {stage!r}; accepted: {', '.join(STAGES)}")
+        check_stage(stage)
         if self.keeps(name):
             return Recipe()
         base = next((recipe for pattern, recipe in self.rules if matches(name, pattern)), self.pretrain)

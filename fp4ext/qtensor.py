@@ -1,4 +1,7 @@
-"""QTensor: a quantized matrix, as data. Frozen and inert: no torch function takes it, so nothing dequantizes it behind your back."""
+"""QTensor: a quantized matrix, as data.
+
+Frozen and inert: no torch function takes it, so nothing dequantizes it behind your back.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ class QTensor:
     dtype: torch.dtype = torch.float32
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """x̂ = element · fl(block scale · global scale), [.., rows, K], rounded once to dtype (default: self.dtype)."""
+        """x̂ = element · fl(block scale · global scale), [.., rows, K], rounded once to dtype (default: self.dtype).
+
+        After an RHT these are the rotated values.
+        """
         outer = self.codes.new_empty(0, dtype=torch.float32) if self.global_scale is None else self.global_scale
         return ops.dequantize(
             self.codes, self.scales, outer, self.format.name, self.shape[-1], ops.dtype_name(dtype or self.dtype)
@@ -54,7 +60,8 @@ class QTensor:
         return 8 * self.nbytes / n if n else float("nan")
 
     def to(self, device: torch.device | str) -> QTensor:
-        """The same on another device."""
+        """The same on another device. Raises TypeError or RuntimeError for what is no device, such as a dtype."""
+        device = torch.device(device)
         return replace(self, **{name: t.to(device) for name, t in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
@@ -65,32 +72,41 @@ class QTensor:
     def to_safetensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         """What safetensors.torch.save_file takes: tensors and metadata, their keys starting with `name`."""
         tensors = {f"{name}.{key}": t.contiguous() for key, t in self.tensors().items()}
-        meta = {"format": self.format.name, "shape": ",".join(map(str, self.shape)), "dtype": str(self.dtype).removeprefix("torch.")}
+        shape = ",".join(map(str, self.shape))
+        meta = {"format": self.format.name, "shape": shape, "dtype": ops.dtype_name(self.dtype)}
         return tensors, {f"{name}.{key}": value for key, value in meta.items()}
 
     @classmethod
     def from_safetensors(cls, name: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> QTensor:
         """The inverse of to_safetensors. Raises KeyError (what is missing) or ValueError (what does not fit)."""
-        wanted = [f"{name}.{key}" for key in ("format", "shape", "dtype")]
-        missing = [k for k in wanted if k not in metadata] + [f"{name}.{k}" for k in ("codes", "scales") if f"{name}.{k}" not in tensors]
+        missing = [key for key in (f"{name}.format", f"{name}.shape", f"{name}.dtype") if key not in metadata]
+        missing += [key for key in (f"{name}.codes", f"{name}.scales") if key not in tensors]
         if missing:
             raise KeyError(f"no QTensor {name!r} here: missing {', '.join(missing)}")
         fmt = formats.get(metadata[f"{name}.format"])
         if fmt.has_global_scale and f"{name}.global_scale" not in tensors:
             raise KeyError(f"{name}.global_scale is missing; a {fmt} tensor has one")
-        shape = torch.Size(int(n) for n in metadata[f"{name}.shape"].split(",") if n)
-        k = fmt.padded(shape[-1])
-        for key, size, dtype in (
-            ("codes", k // fmt.codes_per_byte, fmt.codes_dtype),
-            ("scales", k // fmt.block, fmt.scale_dtype),
-        ):
-            t = tensors[f"{name}.{key}"]
-            if t.dtype != dtype or t.shape != (*shape[:-1], size):
-                raise ValueError(f"{name}.{key} is {t.dtype} {tuple(t.shape)}; accepted: {dtype} {(*shape[:-1], size)}")
-        made = {key: tensors.get(f"{name}.{key}") for key in ("codes", "scales", "global_scale")}
-        return cls(**made, format=fmt, shape=shape, dtype=getattr(torch, metadata[f"{name}.dtype"]))
+        dtype = metadata[f"{name}.dtype"]
+        if dtype not in ops.DTYPES:
+            raise ValueError(f"{name}.dtype is {dtype!r}; accepted: {', '.join(ops.DTYPES)}")
+        lengths = metadata[f"{name}.shape"].split(",")
+        if not all(n.isdecimal() for n in lengths):
+            raise ValueError(f"{name}.shape is {','.join(lengths)!r}; accepted: lengths such as '64,128'")
+        shape = torch.Size(int(n) for n in lengths)
+        k, rows = fmt.padded(shape[-1]), shape[:-1]
+        accepted = {
+            "codes": (fmt.codes_dtype, [(*rows, k // fmt.codes_per_byte)]),
+            "scales": (fmt.scale_dtype, [(*rows, k // fmt.block)]),
+            "global_scale": (torch.float32, [(), (*rows, 1), (*rows[:1], 1, 1)] if fmt.has_global_scale else []),
+        }
+        made = {key: tensors.get(f"{name}.{key}") for key in accepted}
+        for key, (t_dtype, shapes) in accepted.items():
+            t = made[key]
+            if t is not None and (t.dtype != t_dtype or tuple(t.shape) not in shapes):
+                wanted = f"{t_dtype} {' or '.join(map(str, shapes))}" if shapes else f"none, for {fmt}"
+                raise ValueError(f"{name}.{key} is {t.dtype} {tuple(t.shape)}; accepted: {wanted}")
+        return cls(**made, format=fmt, shape=shape, dtype=ops.DTYPES[dtype])
 
     def __repr__(self) -> str:
-        return f"QTensor({self.format}, shape={tuple(self.shape)}, {self.bits_per_element:.2f} bits an element, device={self.device})"
-
-
+        size = f"shape={tuple(self.shape)}, {self.bits_per_element:.2f} bits an element"
+        return f"QTensor({self.format}, {size}, device={self.device})"

@@ -33,30 +33,39 @@ def quantize(
         scale, rounding, block, outer, rht: see Spec.
         axis: -1; or -2 for x.mT, whose contraction is x's second last axis: the copy that a backward GEMM wants.
         rng: where random bits come from: an int seed, or an int64 tensor {seed, offset} or {seed, offset, row, k}
-            (row and k: the logical place of a shard's first element). Default: drawn from torch's generator if the spec needs it.
+            (row and k: the logical place of a shard's first element). Default: drawn from torch's generator if the spec
+            needs it.
         role: "x", "w" or "dy": tensors of different roles have different random bits under one rng.
-        amax: the outer groups' largest magnitudes (fp32, of the shape of global_scale), where x is a shard of a larger tensor.
+        amax: the outer groups' largest magnitudes (fp32, of the shape of global_scale), where x is a shard of a larger
+            tensor.
 
     Returns:
-        A QTensor of shape [.., rows, K].
+        A QTensor of shape [.., rows, K]; under an RHT it holds the rotated values.
 
     Raises:
-        ValueError: an unknown or biased combination (see Spec), or an unknown role.
+        ValueError: an unknown or biased combination (see Spec), an unknown role or axis, another device than that of x.
         TypeError: a dtype that is not accepted.
-        RuntimeError: an argument of the wrong shape or device.
+        RuntimeError: an argument of the wrong shape.
 
     Source: docs/numerics.md, 2-7.
     """
+    check_input("x", x)
     if isinstance(format, Spec):
         spec = format
+        also = {"scale": scale, "block": block, "outer": outer, "rht": rht}
+        also["rounding"] = None if rounding == "nearest" else rounding
+        given = [f"{name}={value!r}" for name, value in also.items() if value is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)} beside the whole spec {spec}; accepted: spec.with_(…), or no spec")
     else:
-        spec = Spec(format.name if isinstance(format, Format) else format, scale, rounding, block, outer, rht)
-    check_input("x", x)
+        spec = Spec(format, scale, rounding, block, outer, rht)
     if role not in ops.ROLES:
         raise ValueError(f"unknown role {role!r}; accepted: {', '.join(ops.ROLES)}")
     if axis not in (-1, -2):
         raise ValueError(f"axis is {axis}; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)")
-    state = rng_state(rng, x.device, spec)
+    if amax is not None:
+        check_device("amax", amax, x)
+    state = rng_state(rng, x, spec)
     codes, scales, outer_scale = ops.quantize(x, spec.key, axis, state, ops.ROLES[role], amax)
     return wrap(x, spec, axis, codes, scales, outer_scale)
 
@@ -68,18 +77,30 @@ def wrap(x: Tensor, spec: Spec, axis: int, codes: Tensor, scales: Tensor, outer_
     return QTensor(codes, scales, outer_scale if fmt.has_global_scale else None, fmt, torch.Size(shape), x.dtype)
 
 
-def rng_state(rng: Tensor | int | None, device: torch.device, spec: Spec) -> Tensor | None:
-    """What `rng` means for this spec, as the tensor that an op takes; None where nothing is random."""
+def rng_state(rng: Tensor | int | None, x: Tensor, spec: Spec) -> Tensor | None:
+    """What `rng` means for x and its spec, as the tensor that an op takes; None where nothing is random."""
+    if rng is not None and not isinstance(rng, (int, Tensor)):
+        raise TypeError(f"rng is {type(rng).__name__}; accepted: None, an int or an int64 tensor {{seed, offset}}")
     if not spec.needs_rng:
         return None
     if rng is None:
-        return ops.draw_rng(torch.empty(0, device=device), 1)[0]
-    if isinstance(rng, int):
-        return torch.tensor([rng, 0], dtype=torch.int64, device=device)
-    return rng
+        return ops.draw_rng(x, 1)[0]
+    if isinstance(rng, Tensor):
+        check_device("rng", rng, x)
+        return rng
+    if not -(2**63) <= rng < 2**63:
+        raise ValueError(f"rng is {rng}; accepted: a seed of 64 bits, from -2^63 to 2^63 - 1")
+    return torch.tensor([rng, 0], dtype=torch.int64, device=x.device)
+
+
+def check_device(name: str, t: Tensor, x: Tensor) -> None:
+    """Raises ValueError unless t is on the device of x."""
+    if t.device != x.device:
+        raise ValueError(f"{name} is on {t.device}; accepted: {x.device}, where x is")
 
 
 def check_input(name: str, x: Tensor) -> None:
+    """Raises TypeError unless x is a tensor of a dtype that can be quantized."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; accepted: a torch.Tensor")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):

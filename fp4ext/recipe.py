@@ -4,7 +4,7 @@
     dgrad:  dx = dy · w          contraction over the N outputs:  NT form  dy · (wᵀ)ᵀ
     wgrad:  dw = dyᵀ · x         contraction over the T tokens:   NT form  dyᵀ · (xᵀ)ᵀ
 
-An operand's Spec is None where it stays as it is (BF16 under autocast). A GEMM whose operands are both None is a plain one.
+An operand's Spec is None where it stays as it is (BF16 under autocast). A GEMM whose operands are both None is plain.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class Fprop:
 
 @dataclass(frozen=True)
 class Dgrad:
-    """`from_fprop`: quantize the dequantized forward operand ŵ instead of w, which makes dx the gradient of the function that the forward really
-    computed, and lets the forward copy be the only one that is saved."""
+    """`from_fprop`: quantize the dequantized forward operand ŵ instead of w.
+
+    So dx is the gradient of the function that the forward really computed, and the forward copy is the only one saved.
+    """
 
     dy: Spec | None = None
     w: Spec | None = None
@@ -61,7 +63,9 @@ class Recipe:
         ):
             rhts = [s.rht if s else "none" for s in (a, b)]
             if rhts[0] != rhts[1]:
-                raise ValueError(f"{gemm}: both operands need the same rht, or it does not cancel; got {rhts[0]!r} and {rhts[1]!r}")
+                raise ValueError(
+                    f"{gemm}: both operands need the same rht, or it does not cancel; got {rhts[0]!r} and {rhts[1]!r}"
+                )
 
     @property
     def quantizes(self) -> bool:
@@ -70,8 +74,21 @@ class Recipe:
 
     @property
     def needs_rng(self) -> bool:
-        """Whether the backward draws random bits."""
-        return any(s.needs_rng for s in (*_specs(self.dgrad), *_specs(self.wgrad)))
+        """Whether any operand is rounded or rotated at random."""
+        return any(s.needs_rng for s in (*_specs(self.fprop), *_specs(self.dgrad), *_specs(self.wgrad)))
+
+    def check_backward(self) -> None:
+        """Raises ValueError where the backward would read rotated forward operands: nothing undoes that rotation."""
+        rht = self.fprop.x.rht if self.fprop.x else "none"
+        for gemm, spec, from_fprop in (
+            ("dgrad", self.dgrad.w, self.dgrad.from_fprop),
+            ("wgrad", self.wgrad.x, self.wgrad.from_fprop),
+        ):
+            if rht != "none" and (spec is None or from_fprop):
+                raise ValueError(
+                    f"{gemm} reads the forward operand, which has rht={rht!r}; accepted: fprop without an rht, "
+                    f"or a {gemm} that quantizes both operands itself, from_fprop=False"
+                )
 
     @property
     def weight_bits(self) -> float:

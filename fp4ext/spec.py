@@ -23,10 +23,12 @@ class Spec:
     Args:
         format: "nvfp4", "mxfp8", "mxfp8_e5m2" or "mxfp4".
         scale: the block scale's rule; default "amax" (NVFP4) or "ceil" (MX). See docs/numerics.md, 2 and 3.
-        rounding: "nearest", "stochastic" (unbiased; scale "amax", "minvar" or "ceil") or "eden" (unbiased; needs an RHT).
+        rounding: "nearest", "stochastic" (unbiased; scale "amax", "minvar" or "ceil") or
+            "eden" (unbiased; needs an RHT).
         block: "1x16" or "16x16" (NVFP4), "1x32" (MX).
         outer: what shares an fp32 outer scale: "tensor", "pow2", "row" or "expert" (NVFP4); "none" (MX).
-        rht: random Hadamard transform along the contraction: "none", "16" … "128" (also as int), or two stages, "128x2".
+        rht: random Hadamard transform along the contraction: "none", "16" … "128" (also as int), or in two stages,
+            "128x2".
 
     Raises:
         ValueError: an unknown value, or a combination that is undefined or biased.
@@ -43,9 +45,9 @@ class Spec:
         f = formats.get(self.format)
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
         put("format", f.name)
-        put("scale", self.scale or f.scale_rules[0])
-        put("block", self.block or f.blocks[0])
-        put("outer", self.outer or f.outers[0])
+        put("scale", f.scale_rules[0] if self.scale is None else self.scale)
+        put("block", f.blocks[0] if self.block is None else self.block)
+        put("outer", f.outers[0] if self.outer is None else self.outer)
         put("rht", "none" if self.rht is None else str(self.rht))
         _one_of(f"scale rule for {f}", self.scale, f.scale_rules)
         _one_of("rounding", self.rounding, ROUNDINGS)
@@ -53,17 +55,23 @@ class Spec:
         _one_of(f"outer scale for {f}", self.outer, f.outers)
         _one_of("rht", self.rht, RHTS)
         if self.rounding == "stochastic":
-            _one_of("scale rule with stochastic rounding (others clip or select by error: biased)", self.scale, UNBIASED_SCALES)
+            unbiased = tuple(s for s in f.scale_rules if s in UNBIASED_SCALES)
+            what = f"scale rule for {f} with stochastic rounding (others clip or select by error: biased)"
+            _one_of(what, self.scale, unbiased)
         if self.rounding == "eden":
             _one_of("format with eden rounding", self.format, ("nvfp4",))
             _one_of("scale rule with eden rounding", self.scale, EDEN_SCALES)
             if self.rht == "none":
                 raise ValueError(f"eden rounding needs an rht, got 'none'; accepted: {', '.join(RHTS[1:])}")
         if self.block == "16x16" and (self.rounding == "eden" or self.rht != "none"):
-            raise ValueError(f"16x16 blocks take neither eden rounding nor an rht, got rounding={self.rounding!r}, rht={self.rht!r}")
-
+            raise ValueError(
+                f"16x16 blocks take neither eden rounding nor an rht, got rounding={self.rounding!r}, "
+                f"rht={self.rht!r}; accepted: rounding nearest or stochastic, rht none"
+            )
         if self.block == "16x16" and self.outer == "row":
-            raise ValueError("a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert")
+            raise ValueError(
+                "a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert"
+            )
 
     @property
     def key(self) -> str:
@@ -75,7 +83,8 @@ class Spec:
         """The Spec of a key; trailing parts may be left out ("mxfp8", "nvfp4/sweep")."""
         parts = key.split("/")
         if len(parts) > len(fields(cls)):
-            raise ValueError(f"a spec has at most {len(fields(cls))} parts, got {key!r}")
+            names = "/".join(field.name for field in fields(cls))
+            raise ValueError(f"spec {key!r} has {len(parts)} parts; accepted: {names}, or the first few of them")
         return cls(*parts)
 
     def with_(self, **changes) -> Spec:

@@ -39,6 +39,10 @@ FP4_HD Outer<float> eden_outer_scale(float A, bool pow2) {
   const float dec = A == 0.0f ? 1.0f : A / static_cast<float>(255.99 * kEdenValMax);
   return {0.0f, pow2 ? power_of_two_up(dec) : dec};  // eden_scale never asks for S_enc
 }
+// With rule sweep S is 1.0067 on average (rounding to nearest shrinks); decoding with an outer scale that much larger leaves the stored scales near
+// the grid points they came from, where rounding them stochastically costs least: 7.15e-3 of error instead of 7.32e-3.
+FP4_HD float eden_gain(ScaleRule rule) { return rule == ScaleRule::sweep ? 1.0067f : 1.0f; }
+
 template <class F>
 FP4_HD UintOf<F> eden_scale(F a, F S_dec) {
   return E4M3::encode(min_of(a / (constant<F>(static_cast<float>(kEdenValMax)) * S_dec), constant<F>(448.0f)));

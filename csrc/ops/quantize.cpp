@@ -78,11 +78,12 @@ struct Job {
     if (args.spec.outer == OuterKind::none) return;
     const int64_t n = args.num_groups();
     enc.resize(n), dec.resize(n);
-    const bool eden = args.spec.rounding == Rounding::eden && args.spec.scale == ScaleRule::amax;
-    const bool pow2 = args.spec.outer == OuterKind::pow2;
+    const ScaleRule rule = args.spec.scale;
+    const bool eden = args.spec.rounding == Rounding::eden, pow2 = args.spec.outer == OuterKind::pow2;
     for (int64_t i = 0; i < n; ++i) {
-      const auto outer = eden ? eden_outer_scale(amax[i], pow2) : outer_scale(amax[i], outer_target(args.spec.scale), pow2);
-      enc[i] = outer.enc, dec[i] = global[i] = outer.dec;
+      const auto outer = eden && rule == ScaleRule::amax ? eden_outer_scale(amax[i], pow2) : outer_scale(amax[i], outer_target(rule), pow2);
+      enc[i] = outer.enc, dec[i] = outer.dec;
+      global[i] = outer.dec * (eden ? eden_gain(rule) : 1.0f);
     }
     args.outer_enc = enc.data(), args.outer_dec = dec.data();
   }

@@ -123,8 +123,9 @@ def _variance(x, codes, outer):
     """fl(V·fl(s·s)), V = Σ fl((hi−y)·(y−lo)): the variance that stochastic rounding will have, in closed form."""
     y = at_most(x.abs() * enc(codes, outer.decode)[..., None], E2M1.max)
     values = torch.tensor(E2M1_VALUES)
-    lo = values[torch.searchsorted(values, y.contiguous(), right=True) - 1]  # the largest value <= y
-    hi = values[torch.searchsorted(values, y.contiguous())]  # the smallest value >= y
+    index = torch.searchsorted(values, y, right=True) - 1
+    lo = values[index]  # the largest value <= y
+    hi = torch.where(lo == y, y, values[(index + 1).clamp(max=len(values) - 1)])
     v = sum_in_order((hi - y) * (y - lo))
     s = decode_e4m3(codes)
     return v * (s * s)

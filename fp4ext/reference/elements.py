@@ -1,7 +1,7 @@
 """Elements: one value, one code (docs/numerics.md, 1; stochastic rounding: 5).
 
-Encoders take fp32 (any shape) and give uint8 codes of the same shape; decoders the reverse. Stochastic encoders also take
-16 random bits an element: an int64 tensor in 0..65535, same shape. E2M1 codes lie in the low nibble until packed.
+Encoders take fp32 (any shape) and give uint8 codes of the same shape; decoders the reverse. Stochastic encoders also
+take 16 random bits an element: an int64 tensor in 0..65535, same shape. E2M1 codes lie in the low nibble until packed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """
     a = _fp32(x).abs()
     passed = (a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0)
-    index = sum(p.to(torch.int64) for p in passed)
-    return (_sign(x) * 8 + index).to(torch.uint8)
+    index = sum(p.to(torch.uint8) for p in passed)
+    return torch.signbit(x).to(torch.uint8) * 8 + index
 
 
 def encode_e2m1_stochastic(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """One of the two neighbours, the upper with probability = fraction. Law 5.
 
-    fp32 from 1 on: adding noise below the one mantissa bit kept carries into it, or into the exponent, which is the next code.
-    Below 1 the codes 0, .5, 1 are evenly spaced: adding 1 first gives them the spacing of 1, 1.5, 2.
+    fp32 from 1 on: adding noise below the one mantissa bit kept carries into it, or into the exponent, which is the
+    next code. Below 1 the codes 0, .5, 1 are evenly spaced: adding 1 first gives them the spacing of 1, 1.5, 2.
     """
     v = _fp32(x).abs()
     noise = (random.to(torch.int64) << 6) | 32
@@ -98,7 +98,7 @@ _E5M2 = _Float8(mantissa=2, max_value=E5M2.max, max_code=0x7B)
 
 
 def encode_e4m3(x: torch.Tensor, rounding: str = "nearest") -> torch.Tensor:
-    """Saturating at ±448; "nearest" (ties to even) or "up" (toward +inf, the scales of stochastic rounding). Law 1, 5."""
+    """Saturating at ±448; "nearest" (ties to even) or "up" (toward +inf: scales of stochastic rounding). Law 1, 5."""
     x = _fp32(x)
     if rounding == "nearest":
         return _E4M3.nearest(x)

@@ -1,7 +1,8 @@
 """IEEE fp32 in the order written (docs/numerics.md, preamble).
 
 Plain eager torch operations on fp32 tensors round once each, to nearest even, and are never fused. The traps are
-`number / tensor`, which torch computes as reciprocal times number, and torch.sum, whose order is its own. Use these instead.
+`number / tensor`, which torch computes as reciprocal times number, and torch.sum, whose order is its own. Use these
+instead.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ def from_bits(b: torch.Tensor) -> torch.Tensor:
 def sum_in_order(terms: torch.Tensor) -> torch.Tensor:
     """Sum over the last axis in index order from 0, one fp32 rounding a step. [..., n] -> [...]."""
     total = torch.zeros(terms.shape[:-1], dtype=torch.float32)
-    for i in range(terms.shape[-1]):
-        total = total + terms[..., i]
+    for term in terms.movedim(-1, 0).contiguous():
+        total = total + term
     return total
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """fl(a*b + c) with one rounding, fp32 tensors (broadcast).
 
-    The product of two fp32 has at most 48 bits and is exact in fp64. The sum with c need not be, and rounding it to fp64
-    and again to fp32 would round twice. So it is rounded to odd in fp64: where the fp64 sum is inexact (two_sum gives its
-    error) and its last bit is even, the neighbour on the side of the error is taken. 53 >= 24 + 2 bits make the second
-    rounding then the right one (Boldo & Melquiond 2008).
+    The product of two fp32 has at most 48 bits and is exact in fp64. The sum with c need not be, and rounding it to
+    fp64 and again to fp32 would round twice. So it is rounded to odd in fp64: where the fp64 sum is inexact (two_sum
+    gives its error) and its last bit is even, the neighbour on the side of the error is taken. 53 >= 24 + 2 bits make
+    the second rounding then the right one (Boldo & Melquiond 2008).
     """
     p, c = torch.broadcast_tensors(a.double() * b.double(), c.double())
     s = p + c

@@ -66,7 +66,8 @@ class _Operand:
 
 
 def _block_order(x: _Operand, w: _Operand, start: int, stop: int) -> torch.Tensor:
-    """acc = fma(I, fl(s_x·s_w), acc) for each 16 in order; I is the exact sum of products of elements, an integer / 4."""
+    """acc = fma(I, fl(s_x·s_w), acc) for each 16 in order; I = the exact sum of products of elements, an integer /
+    4."""
     acc = torch.zeros(x.rows, w.rows)
     twice_x, twice_w = (2 * x.elements).to(torch.int64), (2 * w.elements).to(torch.int64)
     for k in range(start, stop, LANES):

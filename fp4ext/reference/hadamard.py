@@ -1,6 +1,7 @@
 """The random Hadamard transform along the contraction (docs/numerics.md, 6).
 
-A stage is r = H·D·x / √n for each vector of n: D random signs, H Sylvester's matrix, run as butterflies in a fixed order.
+A stage is r = H·D·x / √n for each vector of n: D random signs, H Sylvester's matrix, run as butterflies in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def rht(x: torch.Tensor, n: int, stages: int, rng) -> torch.Tensor:
 
 
 def inverse_rht(r: torch.Tensor, n: int, stages: int, rng) -> torch.Tensor:
-    """Undoes rht: H is symmetric and its own inverse. [..., K] of any float dtype, K a multiple of n (the effective one).
+    """Undoes rht: H is symmetric and its own inverse. [..., K] of any float dtype, K a multiple of the effective n.
 
     No GEMM needs it (the transform cancels there); tests measure with it, in fp64.
     """

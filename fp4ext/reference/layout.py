@@ -21,7 +21,7 @@ def swizzled_size(rows: int, blocks: int) -> int:
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
-    """[.., rows, blocks] one-byte scales -> [.., swizzled_size], same dtype; padding is zero, each matrix padded on its own."""
+    """[.., rows, blocks] one-byte scales -> [.., swizzled_size], same dtype; zero padding, each matrix on its own."""
     *stack, rows, blocks = scales.shape
     flat = torch.zeros(*stack, swizzled_size(rows, blocks), dtype=torch.uint8)
     flat[..., offsets(rows, blocks).flatten()] = scales.contiguous().view(torch.uint8).flatten(-2)

@@ -17,7 +17,7 @@ ROLES = {"x": 0, "w": 1, "dy": 2}
 
 
 def philox4x32(counter, seed: int):
-    """Ten rounds. counter: four int64 tensors or ints (taken modulo 2^32, broadcast); seed: 64 bits, the low word is key 0.
+    """Ten rounds. counter: four int64 tensors or ints (modulo 2^32, broadcast); seed: 64 bits, the low word is key 0.
 
     Returns four int64 tensors of the broadcast shape, each 0..2^32-1.
     """
@@ -32,7 +32,7 @@ def philox4x32(counter, seed: int):
 
 
 def _multiply(m: int, c: torch.Tensor):
-    """High and low 32 bits of the 64-bit product; int64 wraps modulo 2^64, and the mask drops what >> drew from the sign."""
+    """High and low 32 bits of the product; int64 wraps modulo 2^64, and the mask drops what >> drew from the sign."""
     p = c * m
     return (p >> 32) & MASK, p & MASK
 
@@ -67,7 +67,7 @@ def usage(purpose: str, direction: int = 0, role: int = 0) -> int:
 def element_bits(rng, rows: int, k: int, use: int) -> torch.Tensor:
     """16 random bits for each element of a quantized view: int64 [rows, k], k a multiple of 8. Law 5.
 
-    One call serves elements 8j..8j+7 of a row: element i takes word i/2, the low half if i is even, the high half if odd.
+    One call serves elements 8j..8j+7 of a row: element i takes word i/2, the low half if i is even, else the high.
     """
     rng = Rng.of(rng)
     row = rng.row + torch.arange(rows)[:, None]

@@ -2,7 +2,7 @@
 
     x ─ transpose if axis=-2 ─ rotate if rht ─ pad K with +0 ─ A ─ block scales ─ codes
                                                                    └ eden: scales corrected, then rounded stochastically
-A block that holds a NaN or an infinity is taken out first (read as zeros) and put back last (scale NaN, codes 0).
+A block that holds a NaN or an infinity is read as zeros, which gives the codes 0, and its scale is set to NaN last.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ ENCODE = {
     "e5m2": (encode_e5m2, encode_e5m2_stochastic),
 }
 DECODE = {"e2m1": decode_e2m1, "e4m3": decode_e4m3, "e5m2": decode_e5m2}
+EDEN_SWEEP_GAIN = 1.0067  # law 7
 TILE = 16  # rows of a 16x16 tile
 
 
@@ -73,8 +74,7 @@ def quantize(
 
     bad = _blocks(~torch.isfinite(view), spec, axis).any(dim=-1)
     bad = _per_row(bad, spec, view.shape[-2])
-    bad_elements = bad.repeat_interleave(fmt.block, dim=-1)
-    view = torch.where(bad_elements, 0.0, view)
+    view = torch.where(bad.repeat_interleave(fmt.block, dim=-1), 0.0, view)
 
     blocks = _blocks(view, spec, axis)
     if fmt.has_global_scale:
@@ -96,9 +96,10 @@ def quantize(
     if spec.rounding == "eden":
         n = hadamard.effective_n(hadamard.parse(spec.rht)[0], k)
         random = block_bits(rng, rows, k, fmt.block, usage("scale", direction, role)).view(scales.shape)
-        scales = _eden_scales(view, codes, scales, outer, n, fmt.block, random)
+        gain = f32(EDEN_SWEEP_GAIN if spec.scale == "sweep" else 1.0)
+        scales = _eden_scales(view, codes, scales, outer, gain, n, fmt.block, random)
+        outer = Outer(outer.encode, outer.decode * gain)
 
-    codes = torch.where(bad_elements, 0, codes).to(torch.uint8)
     scales = torch.where(bad, 0x7F if fmt.has_global_scale else 0xFF, scales).to(torch.uint8)
     codes = pack_nibbles(codes) if fmt.codes_per_byte == 2 else codes
     global_scale = outer.decode.clone() if fmt.has_global_scale else torch.empty(0)
@@ -109,7 +110,8 @@ def quantize(
 
 
 def amax_of(x: torch.Tensor, spec: Spec | str, axis: int = -1, rng=None) -> torch.Tensor:
-    """A of law 2: max|x| over the finite values of each outer group, of the rotated values under an RHT. fp32, shape of global_scale."""
+    """A of law 2: max|x| over the finite values of each outer group (of the rotated values). fp32, shape of
+    global_scale."""
     spec = _spec(spec)
     if not spec.fmt.has_global_scale:
         return torch.empty(0)
@@ -142,13 +144,13 @@ def scales_of(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
     return decode_e4m3(scales) if fmt.has_global_scale else decode_e8m0(scales)
 
 
-def _eden_scales(r, codes, scales, outer: Outer, n: int, block: int, random) -> torch.Tensor:
-    """The stored scales of law 7: each vector of n corrected by S, so that its length is right on average, then rounded."""
+def _eden_scales(r, codes, scales, outer: Outer, gain, n: int, block: int, random) -> torch.Tensor:
+    """The stored scales of law 7: each vector of n corrected by S / gain, so that its length is right, then rounded by SR."""
     decoded = decode_e2m1(codes) * (decode_e4m3(scales) * outer.decode).repeat_interleave(block, dim=-1)
     over = sum_in_order((r * r).unflatten(-1, (-1, n)))
     under = sum_in_order((r * decoded).unflatten(-1, (-1, n)))
     usable = torch.isfinite(over) & torch.isfinite(under) & (over > 0) & (under > 0)
-    correction = torch.where(usable, divide(over, under), f32(1.0)).repeat_interleave(n // block, dim=-1)
+    correction = divide(torch.where(usable, divide(over, under), f32(1.0)), gain).repeat_interleave(n // block, dim=-1)
     return encode_e4m3_stochastic(at_most(decode_e4m3(scales) * correction, E4M3.max), random)
 
 
@@ -181,15 +183,11 @@ def _amax(view: torch.Tensor, spec: Spec) -> torch.Tensor:
 def _blocks(view: torch.Tensor, spec: Spec, axis: int) -> torch.Tensor:
     """[.., rows, Kpad] -> [.., rows, Kpad/block, block]; tiles: [.., ⌈rows/16⌉, Kpad/16, 256].
 
-    The elements of a tile stand in the row-major order of x, not of the view: so the sums, hence the bytes, of axis -2 are
-    those of axis -1, and one copy is the transpose of the other. Missing rows are zeros, which add nothing.
+    The elements of a tile stand in the row-major order of x, not of the view: so the sums, hence the bytes, of axis -2
+    are those of axis -1, and one copy is the transpose of the other. Missing rows are zeros, which add nothing.
     """
     if spec.block != "16x16":
-        return (
-            view.unflatten(-1, (-1, spec.fmt.block))
-            if view.shape[-1]
-            else view.reshape(*view.shape[:-1], 0, spec.fmt.block)
-        )
+        return view.reshape(*view.shape[:-1], view.shape[-1] // spec.fmt.block, spec.fmt.block)
     *stack, rows, k = view.shape
     padded = F.pad(view, (0, 0, 0, -rows % TILE))
     tiles = padded.reshape(*stack, (rows + TILE - 1) // TILE, TILE, k // TILE, TILE).transpose(-3, -2)

@@ -46,7 +46,7 @@ def test_table(key, value):
 
 
 def test_headroom_of_16_over_17():
-    """The other way not to clip, not offered: values up to 6·16/17, since rounding a scale to E4M3 takes at most 1/17 off it."""
+    """The other way not to clip, not offered: values up to 6·16/17, as rounding a scale takes at most 1/17 off it."""
     x = gaussian(1024, 2048)
     blocks = x.unflatten(-1, (-1, 16))
     room = 6 * 16 / 17

@@ -62,7 +62,8 @@ def test_fma_against_exact_fractions():
 
 
 def test_fma_rounds_once_where_fp64_would_round_twice():
-    """a·b short of half an ulp of c by less than fp64's last bit: a plain fp64 sum falls on the tie, and goes up to even."""
+    """a·b is short of half an ulp of c by less than fp64 sees: a plain fp64 sum falls on the tie, and goes up to
+    even."""
     c, differs = torch.tensor([1 + 2.0**-23]), 0
     for i in range(1, 200):
         a, b = (

@@ -47,8 +47,8 @@ def test_nvfp4_as_the_judge(name, rule):
 
 
 def test_nvfp4_amax_in_its_exact_order():
-    """The near-equivalents of law 2 differ in 2e-4 of the scales or codes: 32768 blocks under 8192 outer scales see them.
-    On bf16 values, whose ratios often are ties of E4M3; fp32 values hide the difference."""
+    """The near-equivalents of law 2 differ in 2e-4 of the scales or codes: 32768 blocks under 8192 outer scales see
+    them. On bf16 values, whose ratios often are ties of E4M3; fp32 values hide the difference."""
     f = np.float32
     x = torch.cat([gaussian(4096, 64), student_t3(4096, 64)]).bfloat16()
     codes, scales, g = quantize(x, "nvfp4/amax/nearest/1x16/row")
@@ -68,7 +68,8 @@ def test_nvfp4_amax_in_its_exact_order():
         assert 0 < (s != near).mean() < 2e-2  # they differ here, and would be seen
 
 
-ORDER_MATTERS = {  # 16ths of the elements, A: found by search; the candidates nearly tie, so that the order of the sum decides
+# 16ths of the elements, A: found by search. Two candidates nearly tie, so that the order of the sum decides.
+ORDER_MATTERS = {
     "four_over_six": ([94, 96, -42, -9, -4, 6, -34, 52, -79, 15, -8, 47, 45, 7, -48, 6], 6 * (1 + 1 / 7)),
     "four_over_six_mae": ([95, 80, -18, -96, -64, -54, -29, 41, 33, 1, -11, 20, -84, -72, -65, -44], 6 * (1 + 1 / 7)),
     "sweep": ([30, 96, -54, 72, 36, -41, -68, 20, -32, -20, -22, 61, -79, 10, 0, 63], 6 * (1 + 1 / 7)),
@@ -85,7 +86,7 @@ def test_sums_run_in_index_order(rule):
     assert forward == judge.scale(x[0].numpy(), s_enc, s_dec, rule)
     assert backward == judge.scale(x[0].flip(0).numpy(), s_enc, s_dec, rule)
     assert forward != backward
-    # In a tile, on the antidiagonal: the order by rows is forward, the order by columns backward. Law 2: rows of x, on both axes.
+    # On a tile's antidiagonal the order by rows is forward, by columns backward. Law 2: by rows of x, on both axes.
     tile = torch.zeros(16, 16)
     tile[torch.arange(16), 15 - torch.arange(16)] = x[0]
     for axis in (-1, -2):

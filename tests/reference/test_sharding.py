@@ -1,4 +1,5 @@
-"""Law 5: bits depend on logical coordinates alone, so shards given the shared A and their place equal the whole (fault 9)."""
+"""Law 5: bits depend on logical coordinates alone: shards given the shared A and their place equal the whole (fault
+9)."""
 
 import pytest
 import torch

@@ -36,7 +36,7 @@ def test_mx(fmt, rule, mode, name):
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_nvfp4_block_scales_alone(name):
-    """Outer scale 1 and scales above torchao's floor of 2^-6: b = a/6 and 1/s are then the same operations, but for M = fl(1/6)."""
+    """Outer scale 1, scales above torchao's floor of 2^-6: then only (a/6) against a·fl(1/6) differs."""
     x = INPUTS[name].float()
     x = x / x.abs().amax() * 2688  # A = c, so that S_enc = 1
     codes, scales, g = quantize(x, "nvfp4/amax")

@@ -89,8 +89,8 @@ FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, VU* codes
   return select(poisoned, VU(kE4M3NaN), scale);
 }
 
-// MS-EDEN's correction of the scales of one rotated vector: s·S, S = Σr²/Σr·r̂, rounded stochastically.
-FP4_HD void eden_correct(const VF* t, int n, VF S_dec, const VU* codes, const RandomBits& random, VU* scales) {
+// MS-EDEN's correction of the scales of one rotated vector: s·S, S = Σr²/Σr·r̂ over the outer scale's gain, rounded stochastically.
+FP4_HD void eden_correct(const VF* t, int n, VF S_dec, float gain, const VU* codes, const RandomBits& random, VU* scales) {
   VF energy(0.0f), match(0.0f);
   for (int b = 0; b < n / 16; ++b) {
     const VF dec = decode_multiplier(E4M3::decode(scales[b] & VU(0x7fu)), S_dec);
@@ -101,7 +101,7 @@ FP4_HD void eden_correct(const VF* t, int n, VF S_dec, const VU* codes, const Ra
   }
   const VF infinity = as_float(VU(kInfBits));
   const VMask usable = (energy > VF(0.0f)) & (energy < infinity) & (match > VF(0.0f)) & (match < infinity);
-  const VF S = select(usable, energy / match, VF(1.0f));
+  const VF S = select(usable, energy / match, VF(1.0f)) / VF(gain);
   for (int b = 0; b < n / 16; ++b) {
     const VF corrected = min_of(E4M3::decode(scales[b]) * S, VF(448.0f));
     const VU r = random16(random.words(0, 2 * b, Purpose::kScale), 0);
@@ -121,7 +121,7 @@ void encode_nvfp4(const QuantizeArgs& a, const Lane (&lanes)[kLanes], const VF* 
   const int blocks = N == 256 ? 1 : length / 16;
   for (int b = 0; b < blocks; ++b)
     scales[b] = encode_block<rule, rounding, N>(t + b * N, outer, rounding == Rounding::stochastic ? random + b * N : nullptr, codes + b * N);
-  if constexpr (rounding == Rounding::eden) eden_correct(t, length, outer.dec, codes, bits_of, scales);
+  if constexpr (rounding == Rounding::eden) eden_correct(t, length, outer.dec, eden_gain(rule), codes, bits_of, scales);
 }
 
 template <class Element, Rounding rounding>
@@ -195,15 +195,15 @@ FP4_HD void scatter(const uint32_t* words, int lane, int count, uint8_t* out) {
 void store_tile(const QuantizeArgs& a, const Lane (&lanes)[kLanes], int valid, int length, const VU* codes, const VU* scales) {
   alignas(64) uint32_t words[kMaxVector * kLanes / 4];
   alignas(64) uint32_t scale[(kMaxVector / 16) * kLanes];
-  const int64_t row_bytes = a.row_bytes(), row_scales = a.row_scales();
   if (a.spec.tile) {
+    const int64_t row_bytes = a.row_bytes(), row_scales = a.row_scales();
     store(scale, scales[0]);
     for (int o = 0; o < 16; ++o) {
       pack<4>(codes + (a.colwise ? o : 16 * o), a.colwise ? 16 : 1, 16, words);
       for (int l = 0; l < valid; ++l) {
         if (o >= lanes[l].rows) continue;
-        scatter(words, l, 2, a.codes + (lanes[l].row + o) * row_bytes + lanes[l].k / 2);
-        a.scales[(lanes[l].row + o) * row_scales + lanes[l].k / 16] = static_cast<uint8_t>(scale[l]);
+        scatter(words, l, 2, a.codes + lanes[l].code_byte + o * row_bytes);
+        a.scales[lanes[l].scale_byte + o * row_scales] = static_cast<uint8_t>(scale[l]);
       }
     }
     return;
@@ -213,10 +213,10 @@ void store_tile(const QuantizeArgs& a, const Lane (&lanes)[kLanes], int valid, i
   else pack<8>(codes, 1, length, words);
   for (int b = 0; b < length / block; ++b) store(scale + b * kLanes, scales[b]);
   for (int l = 0; l < valid; ++l) {
-    uint8_t* out = a.codes + lanes[l].row * row_bytes + (a.spec.packed() ? lanes[l].k / 2 : lanes[l].k);
+    uint8_t* out = a.codes + lanes[l].code_byte;
     if (num_words == 2) scatter(words, l, 2, out);
     else scatter(words, l, num_words, out);
-    uint8_t* s = a.scales + lanes[l].row * row_scales + lanes[l].k / block;
+    uint8_t* s = a.scales + lanes[l].scale_byte;
     for (int b = 0; b < length / block; ++b) s[b] = static_cast<uint8_t>(scale[b * kLanes + l]);
   }
 }

@@ -8,49 +8,112 @@ inline constexpr int kMaxVector = 256;  // a 16×16 tile; an RHT vector has at m
 
 // One SIMD lane's vector: `count` elements of it exist in the input (the rest is zero padding).
 struct Lane {
-  int64_t source;    // index of its first element in x
-  int64_t row;       // output row, counted through the batch; of its first element for 16×16
-  int64_t k;         // position along the contraction
-  int64_t group;     // outer group
-  int count;         // elements of a vector (or columns of a 16×16 tile) that exist
-  int rows;          // 16×16: rows of the tile that exist
+  int64_t source;      // index of its first element in x
+  int64_t row;         // output row, counted through the batch; the first one of a 16×16 tile
+  int64_t k;           // position along the contraction
+  int64_t code_byte;   // where its codes go
+  int64_t scale_byte;  // where its block scales go
+  int64_t group;       // outer group
+  int count;           // elements of the vector (for a 16×16 tile, along the contraction) that exist
+  int rows;            // 16×16: output rows of the tile that exist
 };
 
-// How the vectors of one call are numbered. Numbers run along the memory that is read.
+// How the vectors of one call are numbered. Row-wise, numbers run along the memory that is read, through all rows; column-wise, through the columns of a
+// strip `length` high, and kLanes neighbouring columns make a tile, which never leaves its strip.
 struct Tiling {
   const QuantizeArgs& args;
-  int length;            // elements along the contraction (16 for a 16×16 tile)
+  int length;             // elements along the contraction (16 for a 16×16 tile)
+  int step;               // output rows of a vector: 1, or 16
   int64_t along, across;  // vectors along the contraction; vectors across it in one matrix
+  int64_t row_bytes, row_scales;
 
-  explicit Tiling(const QuantizeArgs& a) : args(a), length(a.spec.tile ? 16 : a.vector_length()) {
+  explicit Tiling(const QuantizeArgs& a)
+      : args(a), length(a.spec.tile ? 16 : a.vector_length()), step(a.spec.tile ? 16 : 1), row_bytes(a.row_bytes()), row_scales(a.row_scales()) {
     along = (a.k() + length - 1) / length;
-    across = a.spec.tile ? (a.out_rows() + 15) / 16 : a.out_rows();
+    across = (a.out_rows() + step - 1) / step;
   }
-  // kLanes consecutive vectors are worked on at once. Row-wise they follow each other in memory through all rows; column-wise they are
-  // neighbouring columns, and a tile never leaves its strip of the matrix.
   int64_t strips() const { return args.colwise ? args.batch * along : 1; }
   int64_t strip_vectors() const { return args.colwise ? across : args.batch * across * along; }
   int64_t tiles_per_strip() const { return (strip_vectors() + kLanes - 1) / kLanes; }
   int64_t num_tiles() const { return strips() * tiles_per_strip(); }
+};
 
-  Lane lane(int64_t strip, int64_t v) const {
-    int64_t b, r, t;  // matrix, vector across, vector along
-    if (args.colwise) {
-      b = strip / along, t = strip % along, r = v;
+// Walks the vectors in their order. Divisions happen at the start alone: they would cost more than the quantization.
+class Cursor {
+ public:
+  Cursor(const Tiling& tiling, int64_t tile) : t_(tiling) {
+    const int64_t strip = tile / t_.tiles_per_strip(), v = tile % t_.tiles_per_strip() * kLanes;
+    if (t_.args.colwise) {
+      b_ = strip / t_.along, along_ = strip % t_.along, across_ = v;
     } else {
-      b = v / (across * along), r = v / along % across, t = v % along;
+      b_ = v / (t_.across * t_.along), across_ = v / t_.along % t_.across, along_ = v % t_.along;
     }
-    const int step = args.spec.tile ? 16 : 1;
-    const int64_t row = r * step, k = t * length;
-    Lane lane;
-    lane.source = (b * args.rows + (args.colwise ? k : row)) * args.cols + (args.colwise ? row : k);
-    lane.row = b * args.out_rows() + row;
-    lane.k = k;
-    lane.group = args.spec.outer == OuterKind::row ? lane.row : args.spec.outer == OuterKind::expert ? b : 0;
-    lane.count = static_cast<int>(std::min<int64_t>(length, args.k() - k));
-    lane.rows = static_cast<int>(std::min<int64_t>(step, args.out_rows() - row));
-    return lane;
+    place();
   }
+  // The next tile; returns how many of its lanes are vectors of their own. The others repeat the last one.
+  FP4_HD int tile(Lane (&lanes)[kLanes]) {
+    int valid = 0;
+    for (int l = 0; l < kLanes; ++l) {
+      if (valid == l && !at_end_of_strip()) {
+        lanes[l] = lane_;
+        advance();
+        ++valid;
+      } else {
+        lanes[l] = lanes[l - 1];
+      }
+    }
+    if (t_.args.colwise && at_end_of_strip()) {
+      across_ = 0;
+      if (++along_ == t_.along) along_ = 0, ++b_;
+      place();
+    }
+    return valid;
+  }
+
+ private:
+  bool at_end_of_strip() const { return t_.args.colwise ? across_ == t_.across : b_ == t_.args.batch; }
+
+  // To the next vector of the strip: a short step where it lies beside this one, else anew.
+  FP4_HD void advance() {
+    const int per_byte = t_.args.spec.packed() ? 2 : 1;
+    if (t_.args.colwise) {
+      ++across_;
+      lane_.source += t_.step;
+      lane_.row += t_.step;
+      lane_.code_byte += t_.step * t_.row_bytes;
+      lane_.scale_byte += t_.step * t_.row_scales;
+      if (t_.args.spec.outer == OuterKind::row) ++lane_.group;
+      lane_.rows = static_cast<int>(std::min<int64_t>(t_.step, t_.args.out_rows() - across_ * t_.step));
+      return;
+    }
+    if (++along_ == t_.along) {
+      along_ = 0;
+      if (++across_ == t_.across) across_ = 0, ++b_;
+      if (b_ < t_.args.batch) place();
+      return;
+    }
+    lane_.source += t_.length;
+    lane_.k += t_.length;
+    lane_.code_byte += t_.length / per_byte;
+    lane_.scale_byte += t_.length / t_.args.spec.block();
+    lane_.count = static_cast<int>(std::min<int64_t>(t_.length, t_.args.k() - lane_.k));
+  }
+  void place() {
+    const QuantizeArgs& a = t_.args;
+    const int64_t row = across_ * t_.step, k = along_ * t_.length;
+    lane_.source = (b_ * a.rows + (a.colwise ? k : row)) * a.cols + (a.colwise ? row : k);
+    lane_.row = b_ * a.out_rows() + row;
+    lane_.k = k;
+    lane_.code_byte = lane_.row * t_.row_bytes + k / (a.spec.packed() ? 2 : 1);
+    lane_.scale_byte = lane_.row * t_.row_scales + k / a.spec.block();
+    lane_.group = a.spec.outer == OuterKind::row ? lane_.row : a.spec.outer == OuterKind::expert ? b_ : 0;
+    lane_.count = static_cast<int>(std::min<int64_t>(t_.length, a.k() - k));
+    lane_.rows = static_cast<int>(std::min<int64_t>(t_.step, a.out_rows() - row));
+  }
+
+  const Tiling& t_;
+  int64_t b_, across_, along_;
+  Lane lane_;
 };
 
 // Vectors along rows: kLanes pointers, each to `length` consecutive elements; t[i] gets element i of every lane.
@@ -146,16 +209,14 @@ FP4_HD void drop_rotated_padding(const Lane (&lanes)[kLanes], int n, int length,
     for (int i = (lanes[l].count + n - 1) / n * n; i < length; ++i) t[i].v[l] = 0.0f;
 }
 
-// Visits tiles [begin, end): f(lanes, valid, t), t loaded and rotated. Lanes past `valid` repeat the last vector.
+// Visits tiles [begin, end): f(lanes, valid, t), t loaded and rotated.
 template <class T, class Fn>
 FP4_HD void for_tiles(const Tiling& tiling, const Rotation& rotation, int64_t begin, int64_t end, Fn&& f) {
-  const int64_t per_strip = tiling.tiles_per_strip(), vectors = tiling.strip_vectors();
   alignas(64) VF t[kMaxVector];
   Lane lanes[kLanes];
+  Cursor cursor(tiling, begin);
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t strip = i / per_strip, first = i % per_strip * kLanes;
-    const int valid = static_cast<int>(std::min<int64_t>(kLanes, vectors - first));
-    for (int l = 0; l < kLanes; ++l) lanes[l] = tiling.lane(strip, first + std::min(l, valid - 1));
+    const int valid = cursor.tile(lanes);
     load_tile<T>(tiling, lanes, valid, t);
     rotation(t, tiling.length);
     if (rotation.n && rotation.n < tiling.length) drop_rotated_padding(lanes, rotation.n, tiling.length, t);

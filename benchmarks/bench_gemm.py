@@ -1,0 +1,112 @@
+"""GEMM throughput beside torch.mm in bf16 and fp32, ratios measured in the same run.
+
+    python benchmarks/bench_gemm.py [--quick] [--threads 2] [--isa avx2]
+
+Operands are quantized beforehand. A decode takes its weights in turn from enough copies that they come from memory, not
+from the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from timing import best_times, device_name, parser, write_rows
+
+import fp4ext
+
+SHAPES = {
+    "prefill": (512, 4096, 4096),
+    "square": (2048, 2048, 2048),
+    "decode": (1, 4096, 4096),
+    "decode 16": (16, 4096, 4096),
+}
+QUICK = {
+    "prefill": (128, 1024, 1024),
+    "square": (512, 512, 512),
+    "decode": (1, 2048, 2048),
+    "decode 16": (16, 2048, 2048),
+}
+FORMATS = (
+    ("nvfp4", "nvfp4"),
+    ("mxfp4", "mxfp4"),
+    ("mxfp8", "mxfp8"),
+    ("bf16", "nvfp4"),
+    ("bf16", "bf16"),
+    ("fp32", "fp32"),
+)
+PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CACHE = 96 << 20  # bytes that no last-level cache holds
+
+
+def operands(format: str, rows: int, k: int, copies: int = 1) -> list[tuple]:
+    """(codes, scales, global_scale, format) of normal data, `copies` times."""
+    x = torch.randn(rows, k)
+    if format in PLAIN:
+        return [(x.to(PLAIN[format], copy=True), None, None, format) for _ in range(copies)]
+    codes, scales, global_scale = fp4ext.ops.quantize(x, fp4ext.Spec.parse(format).key)
+    return [(codes.clone(), scales.clone(), global_scale, format) for _ in range(copies)]
+
+
+def weights(format: str, name: str, n: int, k: int) -> list[tuple]:
+    bits = 8 * PLAIN[format].itemsize if format in PLAIN else 8.25 if format == "mxfp8" else 4.5
+    return operands(format, n, k, min(16, 2 + int(CACHE / (n * k * bits / 8))) if name.startswith("decode") else 1)
+
+
+def in_turn(gemm, ws: list):
+    """A function that runs gemm with the next copy of the weights at each call."""
+    turn = iter(range(1 << 62))
+    return lambda: gemm(ws[next(turn) % len(ws)])
+
+
+def cases(name: str, m: int, n: int, k: int) -> dict:
+    out = {}
+    for format in PLAIN:
+        x = operands(format, m, k)[0][0]
+        out[f"torch.mm {format}"] = in_turn(lambda w, x=x: torch.mm(x, w[0].t()), weights(format, name, n, k))
+    for x_format, w_format in FORMATS:
+        x = operands(x_format, m, k)[0]
+        label = x_format if x_format == w_format else f"{x_format} × {w_format}"
+        out[label] = in_turn(lambda w, x=x: fp4ext.ops.gemm(*x, *w, None, "bfloat16"), weights(w_format, name, n, k))
+    return out
+
+
+def main() -> None:
+    p = parser(__doc__.splitlines()[0])
+    p.add_argument("--quick", action="store_true", help="small shapes, for a look")
+    p.add_argument("--isa", choices=fp4ext._C.isas(), default=fp4ext._C.isa(), help="default: the best")
+    args = p.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    fp4ext._C.force_isa(args.isa)
+
+    table = Table(title=f"GEMM ({device_name()})")
+    for column in ("M × N × K", "formats", "ms", "GFLOP/s", "× torch bf16", "× torch fp32"):
+        table.add_column(column, justify="left" if column in ("M × N × K", "formats") else "right")
+    rows = []
+    for name, (m, n, k) in (QUICK if args.quick else SHAPES).items():
+        times = best_times(cases(name, m, n, k), args.repeats * (5 if name.startswith("decode") else 1))
+        for label, seconds in times.items():
+            row = {
+                "shape": name,
+                "m": m,
+                "n": n,
+                "k": k,
+                "formats": label,
+                "isa": args.isa,
+                "threads": args.threads,
+                "seconds": seconds,
+                "gflops": 2e-9 * m * n * k / seconds,
+                "vs_torch_bf16": times["torch.mm bf16"] / seconds,
+                "vs_torch_fp32": times["torch.mm fp32"] / seconds,
+            }
+            rows.append(row)
+            ratios = f"{row['vs_torch_bf16']:.2f}", f"{row['vs_torch_fp32']:.2f}"
+            table.add_row(f"{name} {m}×{n}×{k}", label, f"{seconds * 1e3:.3f}", f"{row['gflops']:.1f}", *ratios)
+        table.add_section()
+    Console(width=120).print(table)
+    print(f"rows: {write_rows('gemm', rows)}")
+
+
+if __name__ == "__main__":
+    main()
