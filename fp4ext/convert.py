@@ -134,7 +134,7 @@ def _why_left(
     kind = type(module).__name__
     if any(map(nn.parameter.is_lazy, parameters)):
         return f"{kind} has no shape yet: run a batch through the model first"
-    if not any(p.dim() >= 2 for p in parameters):
+    if not isinstance(module, nn.Linear) and not any(p.dim() >= 2 for p in parameters):
         return None
     if type(module) not in (nn.Linear, Linear):
         if isinstance(module, nn.Linear):

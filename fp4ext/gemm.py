@@ -33,7 +33,7 @@ def gemm(
         backend: "auto" or "cpu".
 
     Returns:
-        [.., M, N] in out_dtype.
+        [.., M, N] in out_dtype. No gradient flows through it: fp4ext.linear has a backward.
 
     Raises:
         ValueError: lengths of K or devices that differ, an unknown choice. TypeError: a dtype that is not accepted.
@@ -52,6 +52,7 @@ def gemm(
     if bias is not None:
         check_input("bias", bias)
         check_device("bias", bias, x)
+        bias = bias.detach()
     check_device("w", w, x)
     if len(w.shape) != 2:
         raise ValueError(f"w has shape {tuple(w.shape)}; accepted: [N, K]")
@@ -65,4 +66,4 @@ def _operand(name: str, t: QTensor | Tensor) -> tuple[Tensor, Tensor | None, Ten
     if isinstance(t, QTensor):
         return t.codes, t.scales, t.global_scale, t.format.name
     check_input(name, t)
-    return t, None, None, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[t.dtype]
+    return t.detach(), None, None, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[t.dtype]

@@ -51,9 +51,7 @@ class Linear(nn.Linear):
 
     def set_step(self, step: int) -> None:
         """Tell the layer how far training is, for policies that change with it."""
-        recipes = self.policy.recipes(self.policy_name, step)
-        if recipes != self.recipes:  # else compiled code, which holds on to the objects, would be compiled again
-            self.recipes = recipes
+        self.recipes = self.policy.recipes(self.policy_name, step)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.recipes[current_stage()])

@@ -179,15 +179,17 @@ def draw_rng(like: Tensor, streams: int) -> Tensor:
     """Fresh RNG states {seed, offset}, int64 [streams, 2], drawn from torch's generator for the device of `like`.
 
     So torch.manual_seed makes a run repeatable, and whatever saves torch's RNG state saves fp4ext's. An op of its own,
-    and one with an effect, so that compiled code draws the same numbers as eager code, in the same order, and never
-    drops, merges or repeats a draw: without the effect two layers that read the same x get one state for both.
+    so that compiled code draws the same numbers as eager code.
     """
     return torch.randint(2**63 - 1, (streams, 2), dtype=torch.int64, device=like.device)
 
 
 @draw_rng.register_fake
 def _(like, streams):
+    # Compiled code merges equal calls, and then layers that read the same x would share their draws. The tag does not
+    # stop it; torch's own random ops are exempt by this list. Imported here: it is slow, and only compiling needs it.
+    from torch._functorch.compile_utils import rand_ops
+
+    if torch.ops.fp4ext.draw_rng not in rand_ops:
+        rand_ops.append(torch.ops.fp4ext.draw_rng)
     return like.new_empty((streams, 2), dtype=torch.int64)
-
-
-draw_rng.register_effect(torch.library.EffectType.ORDERED)

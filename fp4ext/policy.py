@@ -71,6 +71,8 @@ class Policy:
             raise ValueError(f"keep_last is {self.keep_last}; accepted: a share from 0 to 1")
         if isinstance(self.keep, str) or not all(isinstance(pattern, str) for pattern in self.keep):
             raise TypeError(f'keep is {self.keep!r}; accepted: a tuple of patterns, e.g. ("lm_head", "*.router")')
+        if not all(isinstance(rule, tuple) and list(map(type, rule)) == [str, Recipe] for rule in self.rules):
+            raise TypeError(f"rules is {self.rules!r}; accepted: (pattern, Recipe) pairs")
         for what in ("pretrain", "rl_sampler", "rl_trainer"):
             recipe = getattr(self, what)
             if not isinstance(recipe, Recipe) and (recipe is not None or what == "pretrain"):

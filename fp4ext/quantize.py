@@ -40,7 +40,8 @@ def quantize(
             tensor.
 
     Returns:
-        A QTensor of shape [.., rows, K]; under an RHT it holds the rotated values.
+        A QTensor of shape [.., rows, K]; under an RHT it holds the rotated values. No gradient flows through it:
+        fp4ext.linear has a backward.
 
     Raises:
         ValueError: an unknown or biased combination (see Spec), an unknown role or axis, another device than that of x.
@@ -66,7 +67,7 @@ def quantize(
     if amax is not None:
         check_device("amax", amax, x)
     state = rng_state(rng, x, spec)
-    codes, scales, outer_scale = ops.quantize(x, spec.key, axis, state, ops.ROLES[role], amax)
+    codes, scales, outer_scale = ops.quantize(x.detach(), spec.key, axis, state, ops.ROLES[role], amax)
     return wrap(x, spec, axis, codes, scales, outer_scale)
 
 

@@ -206,10 +206,10 @@ def test_a_backward_that_reads_rotated_operands_is_refused():
 
 @pytest.mark.parametrize("policy", ["end_to_end", "quartet2", "nvidia"])
 def test_gradients_are_unbiased(policy):
-    """The error of a mean of B gradients is 1/B of one gradient's: the mean goes to the gradient of the quantized forward.
+    """The error of a mean of B gradients is 1/B of one's: the mean goes to the gradient of the quantized forward.
 
-    nvidia's dw rounds x to nearest, and its dx uses other weights than the forward: there, those of the 16×16 tiles.
-    quartet2 here with the two stages that its one lacks to be unbiased.
+    nvidia's dw rounds x to nearest, so its dx alone, with the weights that dgrad reads (16×16 tiles). quartet2 with the
+    two stages that its one lacks to be unbiased.
     """
     p = fp4ext.policies.get(policy)
     if policy == "quartet2":
@@ -378,6 +378,23 @@ def test_compiled_equals_eager(policy, backend, bias):
     if policy == "nvidia":
         with torch.no_grad():
             assert_bytes_equal(*(run_forward(f, x) for f in (compiled, m)))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_checkpoint():
+    block, x = nn.Sequential(layer("nvidia", 80, 64), nn.ReLU(), layer("nvidia", 64, 48, seed=1)), inputs(32, 80)
+    parts = list(block.parameters())
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def f(x):
+        return checkpoint(block, x, use_reentrant=False)
+
+    wanted = run(block, x)
+    torch.manual_seed(7)
+    y = f(x)
+    got = torch.autograd.grad(y, [x, *parts], generate("outliers30", 32, 48, seed=2))
+    for a, b in zip([y.detach(), *got], wanted, strict=True):
+        assert_bytes_equal(a, b)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

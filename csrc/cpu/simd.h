@@ -1,4 +1,6 @@
 #pragma once
+#include <type_traits>
+
 #include "isa.h"
 #include "../numerics/host_device.h"
 
@@ -35,15 +37,15 @@ struct VMask {
 };
 struct VU {
   RawU v;
-  VU() : v{} {}
+  VU() = default;
   FP4_HD VU(RawU u) : v(u) {}
   FP4_HD VU(uint32_t u) : v(RawU{} + u) {}
 };
 struct VF {
   RawF v;
-  VF() : v{} {}
+  VF() = default;
   FP4_HD VF(RawF f) : v(f) {}
-  FP4_HD VF(float f) : v(RawF{} + f) {}
+  FP4_HD VF(float f) { for (int i = 0; i < kLanes; ++i) v[i] = f; }  // not RawF{} + f, which would lose the sign of -0
 };
 
 #define FP4EXT_BINARY(T, op) \
@@ -88,6 +90,26 @@ FP4_HD VU select(VMask c, VU a, VU b) { return VU(c.m ? a.v : b.v); }
 
 // The larger of two magnitudes' bits: one instruction where a select would take two.
 FP4_HD VU max_magnitude(VU a, VU b) { return VU(RawU(RawI(a.v) > RawI(b.v) ? RawI(a.v) : RawI(b.v))); }
+
+// The same as the templates of host_device.h, bit for bit, in one instruction.
+FP4_HD VF min_of(VF a, VF b) {
+#if defined(__AVX512F__)
+  return VF(RawF(_mm512_min_ps(__m512(a.v), __m512(b.v))));
+#elif defined(__AVX2__)
+  return VF(RawF(_mm256_min_ps(__m256(a.v), __m256(b.v))));
+#else
+  return select(a < b, a, b);
+#endif
+}
+FP4_HD VF max_of(VF a, VF b) {
+#if defined(__AVX512F__)
+  return VF(RawF(_mm512_max_ps(__m512(a.v), __m512(b.v))));
+#elif defined(__AVX2__)
+  return VF(RawF(_mm256_max_ps(__m256(a.v), __m256(b.v))));
+#else
+  return select(a > b, a, b);
+#endif
+}
 
 FP4_HD bool any(VMask c) {
 #if defined(__AVX512F__)
@@ -134,14 +156,41 @@ FP4_HD VF fma(VF a, VF b, VF c) {
 #endif
 }
 
+// Vectors in memory of any alignment. Not memcpy: GCC moves a vector that has an address in halves and quarters.
+typedef float LooseF __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
+typedef uint32_t LooseU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 template <class V, class T>
 FP4_HD V load(const T* p) {
-  V r;
-  std::memcpy(&r.v, p, sizeof(r.v));
-  return r;
+  if constexpr (std::is_same_v<V, VF>) return VF(RawF(*reinterpret_cast<const LooseF*>(p)));
+  else return VU(RawU(*reinterpret_cast<const LooseU*>(p)));
 }
-FP4_HD void store(float* p, VF x) { std::memcpy(p, &x.v, sizeof(x.v)); }
-FP4_HD void store(uint32_t* p, VU x) { std::memcpy(p, &x.v, sizeof(x.v)); }
+FP4_HD void store(void* p, VF x) { *reinterpret_cast<LooseF*>(p) = x.v; }
+FP4_HD void store(void* p, VU x) { *reinterpret_cast<LooseU*>(p) = x.v; }
+
+// lo and hi interleaved, lo first: 2·kLanes consecutive words.
+FP4_HD void store_pairs(uint8_t* p, VU lo, VU hi) {
+#if defined(__AVX512F__)
+  const __m512i a = _mm512_unpacklo_epi32(__m512i(lo.v), __m512i(hi.v)), b = _mm512_unpackhi_epi32(__m512i(lo.v), __m512i(hi.v));
+  const __m512i order = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+  const __m512i order2 = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi64(a, order, b));
+  _mm512_storeu_si512(p + 64, _mm512_permutex2var_epi64(a, order2, b));
+#elif defined(__AVX2__)
+  const __m256i a = _mm256_unpacklo_epi32(__m256i(lo.v), __m256i(hi.v)), b = _mm256_unpackhi_epi32(__m256i(lo.v), __m256i(hi.v));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute2x128_si256(a, b, 0x20));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), _mm256_permute2x128_si256(a, b, 0x31));
+#else
+  uint32_t words[2 * kLanes];
+  for (int l = 0; l < kLanes; ++l) words[2 * l] = lo.v[l], words[2 * l + 1] = hi.v[l];
+  std::memcpy(p, words, sizeof(words));
+#endif
+}
+// The low byte of each lane.
+FP4_HD void store_bytes(uint8_t* p, VU x) {
+  typedef uint8_t RawB __attribute__((vector_size(kLanes)));
+  const RawB b = __builtin_convertvector(x.v, RawB);
+  std::memcpy(p, &b, sizeof(b));
+}
 
 // kLanes rows of kLanes floats, transposed in place: a 4×4 step inside each 128-bit part, then the parts.
 FP4_HD void transpose(VF (&t)[kLanes]) {

@@ -71,13 +71,18 @@ struct MaximumError {
   static FP4_HD F add(F sum, F d) { return max_of(abs_of(d), sum); }
 };
 
-// The error of a block, given as magnitudes, under the scale byte s. Signs never matter: x and its code have the same.
-template <class Error, int N, class F>
-FP4_HD F nearest_error(const F* magnitude, UintOf<F> s, F S_dec) {
-  const F dec = decode_multiplier(E4M3::decode(s), S_dec), enc = encode_multiplier(dec);
-  F sum = constant<F>(0.0f);
-  for (int i = 0; i < N; ++i) sum = Error::add(sum, magnitude[i] - E2M1::round(magnitude[i] * enc) * dec);
-  return sum;
+// The errors of a block, given as magnitudes, under each of C candidate scale bytes. Signs never matter: x and its code have the same. The sums
+// are chains of additions in index order; side by side, the candidates hide each other's latency.
+template <class Error, int N, int C, class F>
+FP4_HD void nearest_errors(const F* magnitude, const UintOf<F>* s, F S_dec, F* error) {
+  F dec[C], enc[C];
+  for (int c = 0; c < C; ++c) {
+    dec[c] = decode_multiplier(E4M3::decode(s[c]), S_dec);
+    enc[c] = encode_multiplier(dec[c]);
+    error[c] = constant<F>(0.0f);
+  }
+  for (int i = 0; i < N; ++i)
+    for (int c = 0; c < C; ++c) error[c] = Error::add(error[c], magnitude[i] - E2M1::round(magnitude[i] * enc[c]) * dec[c]);
 }
 
 // The variance of stochastic rounding, Σ (hi-y)(y-lo), in units of the block's scale, times that scale squared.
@@ -86,14 +91,15 @@ FP4_HD F stochastic_variance(const F* magnitude, UintOf<F> s, F S_dec) {
   using U = UintOf<F>;
   const F scale = E4M3::decode(s), enc = encode_multiplier(decode_multiplier(scale, S_dec));
   F sum = constant<F>(0.0f);
+  FP4_UNROLL
   for (int i = 0; i < N; ++i) {
     const F y = min_of(magnitude[i] * enc, constant<F>(6.0f));
-    // lo: the fp32 with the dropped mantissa bits cleared (above 1), or 0, .5 below; hi: the next code, or lo itself where y is representable.
+    // y lies between its nearest neighbour and the next code on the other side; where they coincide the product is 0 either way.
     const U code = E2M1::encode(y);
     const F near = E2M1::decode(code);
-    const U lo_code = code - select(near > y, U(1u), U(0u));
-    const F lo = E2M1::decode(lo_code);
-    const F hi = select(lo == y, lo, E2M1::decode(lo_code + U(1u)));
+    const auto above = near > y;
+    const F other = E2M1::decode(select(above, code - U(1u), code + U(1u)));
+    const F hi = select(above, near, other), lo = select(above, other, near);
     sum = sum + (hi - y) * (y - lo);
   }
   return sum * (scale * scale);
@@ -109,47 +115,37 @@ FP4_HD UintOf<F> choose_scale(const F* magnitude, F a, Outer<F> outer) {
     return kUp ? E4M3::encode_up(v) : E4M3::encode(v);
   } else {
     const F b = (a / constant<F>(6.0f)) * outer.enc;
-    U best;
-    F best_error;
-    const auto offer = [&](U s, F error) {
-      const auto better = error < best_error;
-      best = select(better, s, best);
-      best_error = select(better, error, best_error);
-    };
+    constexpr int C = rule == ScaleRule::sweep ? 5 : rule == ScaleRule::minvar ? 6 : 2;
+    U s[C];
+    F error[C];
     if constexpr (rule == ScaleRule::sweep) {
       const U c0 = E4M3::encode(min_of(b, limit));
-      const int steps[5] = {0, -1, 1, 4, 5};
-      for (int i = 0; i < 5; ++i) {
-        // c0 may be 0: add before subtracting, in unsigned.
-        U s = select(c0 + U(static_cast<uint32_t>(steps[i] + 1)) < U(2u), U(1u), c0 + U(static_cast<uint32_t>(steps[i])));
-        s = select(s > U(126u), U(126u), s);
-        const F error = nearest_error<SquaredError, N>(magnitude, s, outer.dec);
-        if (i == 0) {
-          best = s;
-          best_error = error;
-        } else {
-          offer(s, error);
-        }
+      constexpr int kSteps[C] = {0, -1, 1, 4, 5};
+      for (int c = 0; c < C; ++c) {
+        const U up = c0 + U(static_cast<uint32_t>(kSteps[c] + 1));  // one too many, so that it is never negative
+        s[c] = select(up < U(2u), U(1u), up - U(1u));
+        s[c] = select(s[c] > U(126u), U(126u), s[c]);
       }
+      nearest_errors<SquaredError, N, C>(magnitude, s, outer.dec, error);
     } else if constexpr (rule == ScaleRule::minvar) {
       const U c0 = E4M3::encode_up(min_of(b, limit));
-      for (uint32_t i = 0; i < 6; ++i) {
-        const U s = select(c0 + U(i) > U(126u), U(126u), c0 + U(i));
-        const F error = stochastic_variance<N>(magnitude, s, outer.dec);
-        if (i == 0) {
-          best = s;
-          best_error = error;
-        } else {
-          offer(s, error);
-        }
+      for (uint32_t c = 0; c < C; ++c) {
+        s[c] = select(c0 + U(c) > U(126u), U(126u), c0 + U(c));
+        error[c] = stochastic_variance<N>(magnitude, s[c], outer.dec);
       }
     } else {
       using Error = std::conditional_t<rule == ScaleRule::four_over_six_mae, AbsoluteError,
                     std::conditional_t<rule == ScaleRule::four_over_six_absmax, MaximumError, SquaredError>>;
-      best = E4M3::encode(min_of(b, limit));
-      best_error = nearest_error<Error, N>(magnitude, best, outer.dec);
-      const U four = E4M3::encode(min_of(b * constant<F>(1.5f), limit));
-      offer(four, nearest_error<Error, N>(magnitude, four, outer.dec));
+      s[0] = E4M3::encode(min_of(b, limit));
+      s[1] = E4M3::encode(min_of(b * constant<F>(1.5f), limit));
+      nearest_errors<Error, N, C>(magnitude, s, outer.dec, error);
+    }
+    U best = s[0];
+    F best_error = error[0];
+    for (int c = 1; c < C; ++c) {
+      const auto better = error[c] < best_error;
+      best = select(better, s[c], best);
+      best_error = select(better, error[c], best_error);
     }
     return best;
   }

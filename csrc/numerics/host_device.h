@@ -16,6 +16,13 @@
 #define FP4_HD inline __attribute__((always_inline))
 #endif
 
+// Before a loop of constant length whose arrays should become registers.
+#if defined(__CUDACC__)
+#define FP4_UNROLL _Pragma("unroll")
+#else
+#define FP4_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace fp4ext {
 
 // The bits of a float, and the float of some bits.
@@ -53,7 +60,7 @@ template <class F>
 using UintOf = decltype(bits(F()));
 template <class F>
 FP4_HD F constant(float x) {
-  return F() + x;
+  return F(x);
 }
 
 inline constexpr float kFloatMax = 3.402823466e+38f;

@@ -3,10 +3,9 @@
 
 // The element formats E2M1, E4M3 and E5M2 (docs/numerics.md, 1): one idea, three sets of constants.
 //
-// A minifloat with m mantissa bits is an fp32 with the low 23-m mantissa bits dropped and the exponent rebased; below its smallest normal
-// value 2^e_min its grid is uniform, with step 2^(e_min-m). Magnitude codes are consecutive over both ranges, so
-//   normal:     code = (bits rounded at bit 23-m) >> (23-m), less the code that 2^e_min would have at exponent 0
-//   subnormal:  adding 2^(e_min-m+23) makes fp32's own rounding round to the grid, ties to even, and leaves the code in the low bits.
+// A minifloat with m mantissa bits has steps of 2^(e-m) in the binade of 2^e, and of 2^(e_min-m) all the way down from its smallest normal value
+// 2^e_min. Adding M = 2^(e-m+23), e >= e_min, makes fp32's own rounding round to that grid, ties to even, and leaves the number of steps in the low bits of the sum:
+//   value = (v + M) - M,   code = bits(v + M) - bits(M) + 2^m·(e - e_min).
 // Everything here works on magnitudes >= 0; `signed_code` and `signed_value` put the sign around it.
 namespace fp4ext {
 
@@ -19,7 +18,6 @@ struct Minifloat {
   static constexpr uint32_t kMinNormalBits = static_cast<uint32_t>(127 + kMinExponent) << 23;
   static constexpr uint32_t kMinNormalCode = 1u << kMantissaBits;
   static constexpr uint32_t kRebase = (kMinNormalBits >> kDropped) - kMinNormalCode;
-  static constexpr uint32_t kMagicBits = static_cast<uint32_t>(127 + kMinExponent + kDropped) << 23;  // 2^(e_min-m+23)
 
   // The value of a magnitude code up to kMaxCode.
   template <class U>
@@ -32,26 +30,28 @@ struct Minifloat {
 
   static FP4_HD float max_value() { return as_float((kMaxCode + kRebase) << kDropped); }
 
+  // bits(M) of a magnitude.
+  template <class F>
+  static FP4_HD UintOf<F> magic_bits(F v) {
+    using U = UintOf<F>;
+    return (bits(max_of(v, as_float(U(kMinNormalBits)))) & U(kInfBits)) + U(static_cast<uint32_t>(kDropped) << 23);
+  }
+
   // Nearest, ties to the even code, saturating. v must not be NaN.
   template <class F>
   static FP4_HD UintOf<F> encode(F v) {
     using U = UintOf<F>;
     v = min_of(v, constant<F>(max_value()));
-    const U u = bits(v);
-    const U normal = ((u + U((1u << (kDropped - 1)) - 1) + ((u >> kDropped) & U(1u))) >> kDropped) - U(kRebase);
-    const U subnormal = bits(v + as_float(U(kMagicBits))) - U(kMagicBits);
-    return select(u < U(kMinNormalBits), subnormal, normal);
+    const U magic = magic_bits(v);
+    return bits(v + as_float(magic)) - magic + (magic >> kDropped) - U(((kMinNormalBits >> 23) + kDropped) << (23 - kDropped));
   }
 
   // The value that encode would give, without the code: the error-driven scale rules need only this.
   template <class F>
   static FP4_HD F round(F v) {
-    using U = UintOf<F>;
     v = min_of(v, constant<F>(max_value()));
-    const U u = bits(v);
-    const F magic = as_float(U(kMagicBits));
-    const F normal = as_float((u + U((1u << (kDropped - 1)) - 1) + ((u >> kDropped) & U(1u))) & U(~((1u << kDropped) - 1)));
-    return select(u < U(kMinNormalBits), (v + magic) - magic, normal);
+    const F magic = as_float(magic_bits(v));
+    return (v + magic) - magic;
   }
 
   // The smallest code whose value is >= v, saturating.

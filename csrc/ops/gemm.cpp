@@ -21,14 +21,13 @@ struct Format {
 
 // The format of one operand, from its string.
 Format operand_format(const char* name, const std::string& format) {
-  static constexpr Choice<Format> kFormats[] = {
-      {"nvfp4", {Elem::e2m1, ScaleElem::e4m3, 16, ScalarType::Byte, ScalarType::Byte}},
-      {"mxfp8", {Elem::e4m3, ScaleElem::e8m0, 32, ScalarType::Byte, ScalarType::Byte}},
-      {"mxfp8_e5m2", {Elem::e5m2, ScaleElem::e8m0, 32, ScalarType::Byte, ScalarType::Byte}},
-      {"mxfp4", {Elem::e2m1, ScaleElem::e8m0, 32, ScalarType::Byte, ScalarType::Byte}},
-      {"bf16", {Elem::bf16, ScaleElem::none, 0, ScalarType::BFloat16, ScalarType::BFloat16}},
-      {"fp16", {Elem::fp16, ScaleElem::none, 0, ScalarType::Half, ScalarType::Half}},
-      {"fp32", {Elem::fp32, ScaleElem::none, 0, ScalarType::Float, ScalarType::Float}}};
+  static constexpr Choice<Format> kFormats[] = {{"nvfp4", {Elem::e2m1, ScaleElem::e4m3, 16, ScalarType::Byte, ScalarType::Byte}},
+                                                {"mxfp8", {Elem::e4m3, ScaleElem::e8m0, 32, ScalarType::Byte, ScalarType::Byte}},
+                                                {"mxfp8_e5m2", {Elem::e5m2, ScaleElem::e8m0, 32, ScalarType::Byte, ScalarType::Byte}},
+                                                {"mxfp4", {Elem::e2m1, ScaleElem::e8m0, 32, ScalarType::Byte, ScalarType::Byte}},
+                                                {"bf16", {Elem::bf16, ScaleElem::none, 0, ScalarType::BFloat16, ScalarType::BFloat16}},
+                                                {"fp16", {Elem::fp16, ScaleElem::none, 0, ScalarType::Half, ScalarType::Half}},
+                                                {"fp32", {Elem::fp32, ScaleElem::none, 0, ScalarType::Float, ScalarType::Float}}};
   return choose(name, format, kFormats);
 }
 
@@ -46,8 +45,8 @@ Input check_input(const std::string& side, const Tensor& codes, const std::optio
   const std::string codes_name = side + "_codes", scales_name = side + "_scales", global_name = side + "_global";
   check_dtype(codes_name.c_str(), codes, f.codes);
   const bool matrix = side == "w";
-  STD_TORCH_CHECK(matrix ? codes.dim() == 2 : codes.dim() >= 1, codes_name, " has shape ", describe(sizes_of(codes)), "; accepted: ",
-                  matrix ? "[N, K]" : "[.., K]", f.elem == Elem::e2m1 ? ", two codes a byte" : "");
+  STD_TORCH_CHECK(matrix ? codes.dim() == 2 : codes.dim() >= 1, codes_name, " has shape ", describe(sizes_of(codes)),
+                  "; accepted: ", matrix ? "[N, K]" : "[.., K]", f.elem == Elem::e2m1 ? ", two codes a byte" : "");
   Sizes sizes = sizes_of(codes);
   Input in;
   cpu::Operand& o = in.operand;
@@ -58,8 +57,7 @@ Input check_input(const std::string& side, const Tensor& codes, const std::optio
   o.k_stored = sizes.back() * (f.elem == Elem::e2m1 ? 2 : 1);
 
   if (f.block) {
-    STD_TORCH_CHECK(o.k_stored % f.block == 0, codes_name, " stores ", o.k_stored, " elements a row; accepted for ", format,
-                    ": a multiple of ", f.block);
+    STD_TORCH_CHECK(o.k_stored % f.block == 0, codes_name, " stores ", o.k_stored, " elements a row; accepted for ", format, ": a multiple of ", f.block);
     STD_TORCH_CHECK(scales.has_value(), scales_name, " is None; accepted for ", format, ": ", name_of(f.scales), " [.., K/", f.block, "]");
     check_dtype(scales_name.c_str(), *scales, f.scales);
     sizes.back() = o.k_stored / f.block;
@@ -93,9 +91,9 @@ int64_t contraction(const cpu::Operand& x, const cpu::Operand& w) {
   return std::min(x.k_stored, w.k_stored);
 }
 
-Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format,
-            const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format,
-            std::optional<Tensor> bias, std::string out_dtype, std::string accumulate, std::string backend) {
+Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format, const Tensor& w_codes,
+            std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format, std::optional<Tensor> bias, std::string out_dtype,
+            std::string accumulate, std::string backend) {
   const Input x = check_input("x", x_codes, x_scales, x_global, x_format);
   const Input w = check_input("w", w_codes, w_scales, w_global, w_format);
   const int64_t k = contraction(x.operand, w.operand), n = w.operand.rows;
@@ -116,8 +114,7 @@ Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional
   Sizes sizes = sizes_of(x_codes);
   sizes.back() = n;
   Tensor y = torch::stable::new_empty(x_codes, sizes, y_bf16 ? ScalarType::BFloat16 : ScalarType::Float);
-  cpu::gemm(x.operand, w.operand, k, bias_fp32 ? static_cast<const float*>(bias_fp32->data_ptr()) : nullptr, y.data_ptr(), y_bf16,
-            torch_threads());
+  cpu::gemm(x.operand, w.operand, k, bias_fp32 ? static_cast<const float*>(bias_fp32->data_ptr()) : nullptr, y.data_ptr(), y_bf16, torch_threads());
   return y;
 }
 

@@ -1,7 +1,7 @@
 """The random Hadamard transform along the contraction (docs/numerics.md, 6).
 
 A stage is r = H·D·x / √n for each vector of n: D random signs, H Sylvester's matrix, run as butterflies in a fixed
-order.
+order. In the second stage the first butterfly turns pair j by 20 + 6·(j mod 8) degrees instead of 45.
 """
 
 from __future__ import annotations
@@ -44,33 +44,48 @@ def rht(x: torch.Tensor, n: int, stages: int, rng) -> torch.Tensor:
     k = x.shape[-1]
     n = effective_n(n, k)
     v = F.pad(x.to(torch.float32), (0, -k % 16)).unflatten(-1, (-1, n))
-    for negate in signs(rng, n, stages):
-        v = _hadamard(torch.where(negate, -v, v))
+    for stage, negate in enumerate(signs(rng, n, stages)):
+        v = torch.where(negate, -v, v)
+        v = _scaled(_butterflies(_first(v, turned=stage == 1)))
     finite = torch.isfinite(v).all(dim=-1, keepdim=True)
     return torch.where(finite, v, torch.nan).flatten(-2)
 
 
 def inverse_rht(r: torch.Tensor, n: int, stages: int, rng) -> torch.Tensor:
-    """Undoes rht: H is symmetric and its own inverse. [..., K] of any float dtype, K a multiple of the effective n.
+    """Undoes rht: each butterfly is its own inverse. [..., K] of any float dtype, K a multiple of the effective n.
 
     No GEMM needs it (the transform cancels there); tests measure with it, in fp64.
     """
     v = r.unflatten(-1, (-1, n))
-    for negate in signs(rng, n, stages).flip(0):
-        v = _hadamard(v)
+    for stage, negate in reversed(list(enumerate(signs(rng, n, stages)))):
+        v = _scaled(_first(_butterflies(v), turned=stage == 1))
         v = torch.where(negate, -v, v)
     return v.flatten(-2)
 
 
-def _hadamard(v: torch.Tensor) -> torch.Tensor:
-    """Butterflies for h = 1, 2, 4 ... n/2 over the last axis, then times fl(1/√n). [..., n] -> [..., n]."""
+def _first(v: torch.Tensor, turned: bool) -> torch.Tensor:
+    """The butterfly of h = 1: (a, b) -> (a + b, a - b), or turned, (c·a + s·b, s·a - c·b) with c, s = √2·(cos, sin)."""
+    a, b = v[..., 0::2], v[..., 1::2]
+    if not turned:
+        return torch.stack((a + b, a - b), dim=-1).flatten(-2)
+    angle = torch.deg2rad(20 + 6 * (torch.arange(a.shape[-1], dtype=torch.float64) % 8))
+    c, s = (math.sqrt(2) * angle.cos()).to(v.dtype), (math.sqrt(2) * angle.sin()).to(v.dtype)
+    return torch.stack((c * a + s * b, s * a - c * b), dim=-1).flatten(-2)
+
+
+def _butterflies(v: torch.Tensor) -> torch.Tensor:
+    """The butterflies of h = 2, 4 ... n/2 over the last axis: (a, b) -> (a + b, a - b). [..., n] -> [..., n]."""
     n = v.shape[-1]
-    h = 1
+    h = 2
     while h < n:
-        pairs = v.reshape(
-            *v.shape[:-1], n // (2 * h), 2, h
-        )  # [.., 0, i] has bit h clear, [.., 1, i] is its partner i + h
+        # [.., 0, i] has bit h clear, [.., 1, i] is its partner i + h
+        pairs = v.reshape(*v.shape[:-1], n // (2 * h), 2, h)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         v = torch.stack((a + b, a - b), dim=-2).reshape(v.shape)
         h *= 2
-    return v * torch.tensor(1 / math.sqrt(n), dtype=v.dtype)
+    return v
+
+
+def _scaled(v: torch.Tensor) -> torch.Tensor:
+    """Times fl(1/√n)."""
+    return v * torch.tensor(1 / math.sqrt(v.shape[-1]), dtype=v.dtype)

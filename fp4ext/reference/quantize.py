@@ -145,7 +145,7 @@ def scales_of(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _eden_scales(r, codes, scales, outer: Outer, gain, n: int, block: int, random) -> torch.Tensor:
-    """The stored scales of law 7: each vector of n corrected by S / gain, so that its length is right, then rounded by SR."""
+    """The stored scales of law 7: each vector of n corrected by S / gain, then rounded stochastically."""
     decoded = decode_e2m1(codes) * (decode_e4m3(scales) * outer.decode).repeat_interleave(block, dim=-1)
     over = sum_in_order((r * r).unflatten(-1, (-1, n)))
     under = sum_in_order((r * decoded).unflatten(-1, (-1, n)))

@@ -35,6 +35,13 @@ def wide(*shape, seed=0):
     return torch.randn(*shape, generator=g) * torch.exp2(torch.randint(-12, 13, shape, generator=g).float())
 
 
+def uneven(rows, k, seed=0):
+    """Each 16 elements 2^-8 to 2^8 times a Gaussian: block scales so far apart that fp32 sums of them must round."""
+    g = generator(seed)
+    gain = torch.exp2(torch.randint(-8, 9, (rows, -(-k // 16)), generator=g).float())
+    return torch.randn(rows, k, generator=g) * gain.repeat_interleave(16, -1)[:, :k]
+
+
 def raw(t: torch.Tensor) -> torch.Tensor:
     """The bytes of t."""
     return torch.atleast_1d(t).contiguous().view(torch.uint8)

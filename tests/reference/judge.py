@@ -96,7 +96,7 @@ def scale(x, s_enc, s_dec, rule, up=False):
 
 
 def eden(x, A, rule, random):
-    """(codes, stored scale codes, g) of a rotated vector: x [n], random [n/16] 16-bit integers."""
+    """(codes, stored scale codes, global_scale) of a rotated vector: x [n], random [n/16] 16-bit integers."""
     x = [f(v) for v in x]
     val_max = 6 / ((17 / 16) * 0.93)
     if rule == "amax":
@@ -112,16 +112,17 @@ def eden(x, A, rule, random):
         under = f(under + f(v * f(value(q) * f(E4M3[s[i // 16]] * g))))
     ok = np.isfinite(over) and np.isfinite(under) and over > 0 and under > 0
     S = f(over / under) if ok else f(1)
+    gain = f(1.0067) if rule == "sweep" else f(1)
     stored = []
     for c, r in zip(s, random, strict=True):
-        t = f(min(f(E4M3[c] * S), f(448)))
+        t = f(min(f(E4M3[c] * f(S / gain)), f(448)))
         lo = max(i for i, v in enumerate(E4M3) if v <= t)
         if E4M3[lo] == t:
             stored.append(lo)
             continue
         fraction = (float(t) - float(E4M3[lo])) / (float(E4M3[lo + 1]) - float(E4M3[lo]))
         stored.append(lo + int(fraction + (int(r) + 0.5) / 65536 >= 1))
-    return codes, stored, g
+    return codes, stored, f(g * gain)
 
 
 def mx(x, rule, max_elem, emax, min_elem):

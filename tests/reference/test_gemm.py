@@ -11,7 +11,7 @@ from fp4ext.reference import dequantize, gemm, quantize
 from fp4ext.reference.fp32 import fma
 from fp4ext.reference.quantize import elements_of, scales_of
 
-from .data import gaussian, outliers, wide
+from .data import gaussian, outliers, uneven, wide
 
 PAIRS = {
     "nvfp4": ("nvfp4/sweep", "nvfp4/amax/nearest/16x16"),
@@ -119,7 +119,7 @@ def scalar_gemm(x, w):
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("k", [16, 40, 80, 1072])
 def test_the_order_of_summation(pair, k):
-    for make in (gaussian, wide):
+    for make in (gaussian, wide, uneven):
         x, w = make(1, k, seed=1), make(1, k, seed=2)
         (xo, _), (wo, _) = operand(x, PAIRS[pair][0]), operand(w, PAIRS[pair][1])
         gx, gw = (o[2] if isinstance(o, tuple) and o[2].numel() else torch.tensor(1.0) for o in (xo, wo))
@@ -128,9 +128,26 @@ def test_the_order_of_summation(pair, k):
         assert gemm(xo, wo, out_dtype=torch.float32).item() == want
 
 
+@pytest.mark.parametrize("pair", ["nvfp4", "nvfp4 x mxfp4", "mxfp8"])
+def test_block_order_is_for_e2m1_pairs_alone(pair):
+    """The same operands written out in fp32 take the lane order: other bits for a pair of E2M1, not for MXFP8."""
+    x, w = uneven(24, 1040, seed=1), uneven(24, 1040, seed=2)
+    (xo, _), (wo, _) = operand(x, PAIRS[pair][0]), operand(w, PAIRS[pair][1])
+    plain = [dequantize(o[0], o[1], None, o[3], 1040) for o in (xo, wo)]
+    bare = [(o[0], o[1], torch.empty(0), o[3]) for o in (xo, wo)]
+    y, lanes = gemm(*bare, out_dtype=torch.float32), gemm(*plain, out_dtype=torch.float32)
+    if pair == "mxfp8":
+        assert torch.equal(y, lanes)
+        return
+    assert not torch.equal(y, lanes)
+    for m in range(4):
+        alone = scalar_gemm(*((o[0][m : m + 1], o[1][m : m + 1], None, o[3]) for o in (xo, wo)))
+        assert y[m, m].item() == alone
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_bounds(pair):
-    for make in (gaussian, wide, outliers):
+    for make in (gaussian, wide, uneven, outliers):
         for k in (48, 1000, 4096):
             x, w = make(6, k, seed=1), make(5, k, seed=2)
             w[0] = x[0].flip(0)

@@ -17,13 +17,26 @@ def sylvester(n):
     return h
 
 
+def half_turns(n, degrees):
+    """Block diagonal: each pair (2j, 2j+1) reflected at an angle of `degrees`, a number or one a pair."""
+    angle = torch.deg2rad(torch.as_tensor(degrees, dtype=torch.float64).expand(n // 2))
+    c, s = angle.cos(), angle.sin()
+    return torch.block_diag(*torch.stack((torch.stack((c, s), -1), torch.stack((s, -c), -1)), -2))
+
+
+def turns(n):
+    """What the second stage puts in the place of the butterflies of h = 1 (which are half_turns of 45 degrees)."""
+    return half_turns(n, 20 + 6 * (torch.arange(n // 2) % 8).double())
+
+
 @pytest.mark.parametrize("n", [16, 32, 64, 128])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_is_h_d_over_root_n(n, stages):
     x = gaussian(3, 2 * n)
     want = x.double().unflatten(-1, (-1, n))
-    for negate in signs(RNG, n, stages):
-        want = torch.where(negate, -want, want) @ sylvester(n) / n**0.5
+    for stage, negate in enumerate(signs(RNG, n, stages)):
+        matrix = sylvester(n) if stage == 0 else sylvester(n) @ half_turns(n, 45) @ turns(n)
+        want = torch.where(negate, -want, want) @ matrix.mT / n**0.5
     got = rht(x, n, stages, RNG)
     assert torch.allclose(got.double(), want.flatten(-2), rtol=0, atol=1e-5)
     assert torch.allclose(inverse_rht(got.double(), n, stages, RNG), x.double(), rtol=0, atol=1e-5)

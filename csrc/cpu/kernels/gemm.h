@@ -52,12 +52,12 @@ struct GemmRow {
   int64_t columns;
 };
 
-#define FP4EXT_GEMM_KERNELS(isa)                        \
-  namespace isa {                                       \
-  const GemmKernel& gemm_block_kernel(bool both_e4m3);  \
-  const GemmKernel& gemm_lane_kernel();                 \
-  void gemm_finish(const GemmRow& row, float* y);       \
-  void gemm_finish(const GemmRow& row, uint16_t* y);    \
+#define FP4EXT_GEMM_KERNELS(isa)                       \
+  namespace isa {                                      \
+  const GemmKernel& gemm_block_kernel(bool both_e4m3); \
+  const GemmKernel& gemm_lane_kernel();                \
+  void gemm_finish(const GemmRow& row, float* y);      \
+  void gemm_finish(const GemmRow& row, uint16_t* y);   \
   }
 FP4EXT_GEMM_KERNELS(portable)
 FP4EXT_GEMM_KERNELS(avx2)

@@ -47,8 +47,8 @@ void pack_x(const Operand& x, int64_t row, int rows, int64_t k, uint8_t* out) {
       float sums[2][kLanes];       // Σ (2·element + 12) over them
       const VB a[2] = {low8(a_even, a_odd), high8(a_even, a_odd)}, u[2] = {low8(u_even, u_odd), high8(u_even, u_odd)};
       for (int h = 0; h < 2; ++h) {
-        std::memcpy(groups[h], &a[h], sizeof(VB));
-        store(sums[h], to_float(dot4(DotSums{}, true, u[h], &ones)));
+        put(groups[h], a[h]);
+        put(sums[h], to_float(dot4(DotSums{}, true, u[h], &ones)));
       }
       for (int i = 0; i < n; ++i) {
         uint8_t* to = out + (b + i) * record;
@@ -68,12 +68,14 @@ void pack_x(const Operand& x, int64_t row, int rows, int64_t k, uint8_t* out) {
 // Two blocks of kLanes columns: vector g of `out` has bytes 4g..4g+3 of column l in lane l.
 FP4_HD void unpack_columns(const uint8_t* const* columns, int64_t offset, VB table, VB (&out)[8]) {
   VB low[4], high[4];  // part p of [i]: 16 bytes, in the order of k, of column 4p+i
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const VB packed = gather16(columns + i, offset);
     const VB even = lookup16(table, low_nibbles(packed)), odd = lookup16(table, high_nibbles(packed));
     low[i] = low8(even, odd);
     high[i] = high8(even, odd);
   }
+#pragma GCC unroll 2
   for (int h = 0; h < 2; ++h) {
     const VB(&t)[4] = h ? high : low;
     const VB a = low32(t[0], t[1]), b = low32(t[2], t[3]), c = high32(t[0], t[1]), d = high32(t[2], t[3]);
@@ -99,24 +101,25 @@ void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k
       // that the hardware sees.
       ahead[l] = k1 < w.k_stored ? w.row(c) + k1 / 2 : w.row(c + kVectors * kLanes < w.rows ? c + kVectors * kLanes : c);
     }
-    for (int64_t b = 0; b < blocks; b += 2) {
+    VB t[8];
+    int64_t b = 0;
+    for (; b + 1 < blocks; b += 2) {
       if (b % 8 == 0)
         for (int l = 0; l < kLanes; ++l) __builtin_prefetch(ahead[l] + b * 8);
-      VB t[8];
-      const int n = b + 1 < blocks ? 2 : 1;
-      if (n == 2) {
-        unpack_columns(codes, b * 8, table, t);
-      } else {  // the last 8 bytes of a row, perhaps of the tensor
-        uint8_t tail[kLanes][16] = {};
-        const uint8_t* rows[kLanes];
-        for (int l = 0; l < kLanes; ++l) {
-          std::memcpy(tail[l], codes[l] + b * 8, 8);
-          rows[l] = tail[l];
-        }
-        unpack_columns(rows, 0, table, t);
+      unpack_columns(codes, b * 8, table, t);
+      uint8_t* to = out + b * record + v * sizeof(VB);
+#pragma GCC unroll 8
+      for (int g = 0; g < 8; ++g) put(to + g / 4 * record + g % 4 * vectors * sizeof(VB), t[g]);
+    }
+    if (b < blocks) {  // the last 8 bytes of a row, perhaps of the tensor
+      uint8_t tail[kLanes][16] = {};
+      const uint8_t* rows[kLanes];
+      for (int l = 0; l < kLanes; ++l) {
+        std::memcpy(tail[l], codes[l] + b * 8, 8);
+        rows[l] = tail[l];
       }
-      for (int g = 0; g < 4 * n; ++g)
-        std::memcpy(out + (b + g / 4) * record + ((g % 4) * vectors + v) * sizeof(VB), &t[g], sizeof(VB));
+      unpack_columns(rows, 0, table, t);
+      for (int g = 0; g < 4; ++g) put(out + b * record + (g * vectors + v) * sizeof(VB), t[g]);
     }
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t at = (k0 + b * 16) >> w.block_shift();
@@ -136,7 +139,7 @@ void multiply_tile(const GemmTile& tile) {
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) acc[r][v] = tile.opens ? VF() : load<VF>(tile.part + r * kColumns + v * kLanes);
+    for (int v = 0; v < V; ++v) acc[r][v] = tile.opens ? VF(0.0f) : load<VF>(tile.part + r * kColumns + v * kLanes);
   const uint8_t *x = tile.x, *w = tile.w;
   for (int64_t b = 0; b < tile.blocks; ++b, x += R * kXBytes, w += V * kLanes * kWBytes) {
     const auto* groups = reinterpret_cast<const int32_t*>(x);
@@ -157,8 +160,10 @@ void multiply_tile(const GemmTile& tile) {
       for (int v = 0; v < V; ++v) {
         const VF scale = load<VF>(reinterpret_cast<const float*>(w + (4 * V + v) * sizeof(VB)));
         const VF sum = to_float(sums[r][v]);
-        if constexpr (kFold) acc[r][v] = fma(fma(sum, multiplier, correction), scale, acc[r][v]);
-        else acc[r][v] = fma(fma(sum, VF(0.25f), correction), multiplier * scale, acc[r][v]);
+        if constexpr (kFold)
+          acc[r][v] = fma(fma(sum, multiplier, correction), scale, acc[r][v]);
+        else
+          acc[r][v] = fma(fma(sum, VF(0.25f), correction), multiplier * scale, acc[r][v]);
       }
     }
   }
@@ -167,8 +172,10 @@ void multiply_tile(const GemmTile& tile) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
       const int at = r * kColumns + v * kLanes;
-      if (!tile.closes) store(tile.part + at, acc[r][v]);
-      else store(tile.total + at, tile.first ? acc[r][v] : load<VF>(tile.total + at) + acc[r][v]);
+      if (!tile.closes)
+        store(tile.part + at, acc[r][v]);
+      else
+        store(tile.total + at, tile.first ? acc[r][v] : load<VF>(tile.total + at) + acc[r][v]);
     }
 }
 
@@ -183,10 +190,8 @@ void multiply(const GemmTile& tile) {
 }  // namespace
 
 const GemmKernel& gemm_block_kernel(bool both_e4m3) {
-  static constexpr GemmKernel kE4M3 = {kRows,   kLanes,       kVectors, kStep,         kXBytes,
-                                       kWBytes, pack_x<true>, pack_w,   multiply<true>};
-  static constexpr GemmKernel kAny = {kRows,   kLanes,        kVectors, kStep,          kXBytes,
-                                      kWBytes, pack_x<false>, pack_w,   multiply<false>};
+  static constexpr GemmKernel kE4M3 = {kRows, kLanes, kVectors, kStep, kXBytes, kWBytes, pack_x<true>, pack_w, multiply<true>};
+  static constexpr GemmKernel kAny = {kRows, kLanes, kVectors, kStep, kXBytes, kWBytes, pack_x<false>, pack_w, multiply<false>};
   return both_e4m3 ? kE4M3 : kAny;
 }
 

@@ -34,7 +34,10 @@ constexpr int bit_reversed(int l) { return (l & 1) << 3 | (l & 2) << 1 | (l & 4)
 // ---- elements ----
 
 template <Elem E>
-constexpr int kBits = E == Elem::e2m1 ? 4 : E == Elem::e4m3 || E == Elem::e5m2 ? 8 : E == Elem::fp32 ? 32 : 16;
+constexpr int kBits = E == Elem::e2m1                      ? 4
+                      : E == Elem::e4m3 || E == Elem::e5m2 ? 8
+                      : E == Elem::fp32                    ? 32
+                                                           : 16;
 
 // kLanes consecutive elements of a row.
 template <Elem E>
@@ -97,7 +100,7 @@ void pack_x(const Operand& x, int64_t row, int rows, int64_t k, float* out) {
         VF v[kWidth / kLanes];
         float lanes[kWidth];
         reader.read(k0 + j * kWidth, k, v);
-        std::memcpy(lanes, v, sizeof(lanes));
+        for (int i = 0; i < kWidth / kLanes; ++i) put(lanes + i * kLanes, v[i]);
         for (int l = 0; l < kWidth; ++l) to[(bit_reversed(l) * n + j) * rows] = lanes[l];
       }
     }
@@ -123,8 +126,7 @@ void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k
       }
       for (int i = 0; i < kWidth / kLanes; ++i) {
         transpose(t[i]);
-        for (int l = 0; l < kLanes; ++l)
-          store(out + bit_reversed(i * kLanes + l) * stride + (j * vectors + v) * kLanes, t[i][l]);
+        for (int l = 0; l < kLanes; ++l) put(out + bit_reversed(i * kLanes + l) * stride + (j * vectors + v) * kLanes, t[i][l]);
       }
     }
   }
@@ -154,6 +156,10 @@ void pack_w_any(const Operand& w, int64_t column, int columns, int64_t k0, int64
 template <int R, int V>
 FP4_HD void lane_sums(const float* x, const float* w, int64_t steps, VF (&out)[R][V]) {
   VF acc[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) acc[r][v] = VF(0.0f);
   for (int64_t j = 0; j < steps; ++j, x += R, w += V * kLanes) {
     VF column[V];
 #pragma GCC unroll 4
@@ -191,7 +197,7 @@ void multiply_tile(const GemmTile& tile) {
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) {
       float* total = tile.total + (r * kVectors + v) * kLanes;
-      store(total, tile.first ? sums[4][r][v] : load<VF>(total) + sums[4][r][v]);
+      put(total, tile.first ? sums[4][r][v] : load<VF>(total) + sums[4][r][v]);
     }
 }
 

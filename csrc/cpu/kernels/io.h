@@ -13,6 +13,7 @@ struct FP16 {
 };
 
 typedef uint16_t RawH __attribute__((vector_size(kLanes * 2)));
+typedef uint16_t LooseH __attribute__((vector_size(kLanes * 2), aligned(1), may_alias));
 
 FP4_HD float to_float(float x) { return x; }
 FP4_HD float to_float(BF16 x) { return as_float(static_cast<uint32_t>(x.u) << 16); }
@@ -26,8 +27,7 @@ FP4_HD float to_float(FP16 x) {
 // kLanes consecutive elements.
 FP4_HD VF load_lanes(const float* p) { return load<VF>(p); }
 FP4_HD VF load_lanes(const BF16* p) {
-  RawH h;
-  std::memcpy(&h, p, sizeof(h));
+  const RawH h = *reinterpret_cast<const LooseH*>(p);
   return as_float(VU(__builtin_convertvector(h, RawU)) << 16);
 }
 FP4_HD VF load_lanes(const FP16* p) {

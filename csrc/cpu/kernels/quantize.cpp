@@ -10,11 +10,12 @@ namespace fp4ext::cpu::FP4EXT_ISA {
 namespace {
 
 // The outer scales of the lanes of a tile.
-Outer<VF> lane_outer(const QuantizeArgs& a, const Lane (&lanes)[kLanes]) {
+Outer<VF> lane_outer(const QuantizeArgs& a, const Lanes& lanes) {
+  if (a.spec.outer != OuterKind::row && a.spec.outer != OuterKind::expert) return {VF(a.outer_enc[0]), VF(a.outer_dec[0])};
   alignas(64) float enc[kLanes], dec[kLanes];
   for (int l = 0; l < kLanes; ++l) {
-    enc[l] = a.outer_enc ? a.outer_enc[lanes[l].group] : 1.0f;
-    dec[l] = a.outer_dec ? a.outer_dec[lanes[l].group] : 1.0f;
+    enc[l] = a.outer_enc[lanes.group[l]];
+    dec[l] = a.outer_dec[lanes.group[l]];
   }
   return {load<VF>(enc), load<VF>(dec)};
 }
@@ -22,11 +23,11 @@ Outer<VF> lane_outer(const QuantizeArgs& a, const Lane (&lanes)[kLanes]) {
 // The random bits of a tile: they belong to logical coordinates (row, k) of the output, wherever the tile lies.
 class RandomBits {
  public:
-  RandomBits(const QuantizeArgs& a, const Lane (&lanes)[kLanes]) : a_(a) {
+  RandomBits(const QuantizeArgs& a, const Lanes& lanes) : a_(a) {
     alignas(64) uint32_t row[kLanes], k8[kLanes];
     for (int l = 0; l < kLanes; ++l) {
-      row[l] = static_cast<uint32_t>(lanes[l].row + a.rng.row);
-      k8[l] = static_cast<uint32_t>((lanes[l].k + a.rng.k) / 8);
+      row[l] = static_cast<uint32_t>(lanes.row[l] + a.rng.row);
+      k8[l] = static_cast<uint32_t>((lanes.k[l] + a.rng.k) / 8);
     }
     row_ = load<VU>(row);
     k8_ = load<VU>(k8);
@@ -60,6 +61,7 @@ class RandomBits {
 template <int N>
 FP4_HD VU magnitudes(const VF* t, VF* m) {
   VU largest(0u);
+  FP4_UNROLL
   for (int i = 0; i < N; ++i) {
     m[i] = abs_of(t[i]);
     largest = max_magnitude(bits(m[i]), largest);
@@ -67,12 +69,31 @@ FP4_HD VU magnitudes(const VF* t, VF* m) {
   return largest;
 }
 
-// One NVFP4 block of N elements (16, or a 16×16 tile): its scale byte and its codes.
-template <ScaleRule rule, Rounding rounding, int N>
-FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, VU* codes) {
+// Gathers codes into 32-bit words, the first code lowest: eight 4-bit or four 8-bit ones each. The order is that of the output: for the column-wise
+// copy of a 16×16 tile, element 16·r + c is position r of row c.
+template <int kBits, bool kTransposed>
+struct Words {
+  static constexpr int kPerWord = 32 / kBits;
+  VU* words;
+  FP4_HD void put(int i, VU code) const {
+    const int position = kTransposed ? (i % 16) * 16 + i / 16 : i;
+    VU& word = words[position / kPerWord];
+    const int shift = position % kPerWord * kBits;
+    word = shift == 0 ? code : word | (code << shift);
+  }
+};
+
+// Poisoned blocks have codes 0: their words are cleared.
+FP4_HD void clear_where(VMask poisoned, VU* words, int count) {
+  if (!any(poisoned)) return;
+  for (int w = 0; w < count; ++w) words[w] = select(poisoned, VU(0u), words[w]);
+}
+
+// One NVFP4 block of N elements (16, or a 16×16 tile): its scale byte, returned, and its codes.
+template <ScaleRule rule, Rounding rounding, int N, bool kTransposed>
+FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, VU* words) {
   VF m[N];
   const VU largest = magnitudes<N>(t, m);
-  const VMask poisoned = largest >= VU(kInfBits);
   VU scale;
   if constexpr (rounding == Rounding::eden && rule == ScaleRule::amax)
     scale = eden_scale(as_float(largest), outer.dec);
@@ -80,23 +101,29 @@ FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, VU* codes
     scale = choose_scale<rule, rounding == Rounding::stochastic, N>(m, as_float(largest), outer);
   scale = select(largest == VU(0u), VU(0u), scale);
   const VF enc = encode_multiplier(decode_multiplier(E4M3::decode(scale), outer.dec));
-  const VU keep = select(poisoned, VU(0u), VU(0xffffffffu));
+  VU gathered[N / 8];  // registers for N = 16
+  const Words<4, kTransposed> out{gathered};
+  FP4_UNROLL
   for (int i = 0; i < N; ++i) {
     const VF y = m[i] * enc;
     const VU magnitude = rounding == Rounding::stochastic ? E2M1::encode_stochastic(y, random[i]) : E2M1::encode(y);
-    codes[i] = E2M1::signed_code(magnitude, bits(t[i])) & keep;
+    out.put(i, E2M1::signed_code(magnitude, bits(t[i])));
   }
+  for (int w = 0; w < N / 8; ++w) words[w] = gathered[w];
+  const VMask poisoned = largest >= VU(kInfBits);
+  clear_where(poisoned, words, N / 8);
   return select(poisoned, VU(kE4M3NaN), scale);
 }
 
 // MS-EDEN's correction of the scales of one rotated vector: s·S, S = Σr²/Σr·r̂ over the outer scale's gain, rounded stochastically.
-FP4_HD void eden_correct(const VF* t, int n, VF S_dec, float gain, const VU* codes, const RandomBits& random, VU* scales) {
+FP4_HD void eden_correct(const VF* t, int n, VF S_dec, float gain, const VU* words, const RandomBits& random, VU* scales) {
   VF energy(0.0f), match(0.0f);
   for (int b = 0; b < n / 16; ++b) {
     const VF dec = decode_multiplier(E4M3::decode(scales[b] & VU(0x7fu)), S_dec);
     for (int i = 16 * b; i < 16 * b + 16; ++i) {
+      const VU code = (words[i / 8] >> (i % 8 * 4)) & VU(0xfu);
       energy = energy + t[i] * t[i];
-      match = match + t[i] * (E2M1::signed_value(codes[i]) * dec);
+      match = match + t[i] * (E2M1::signed_value(code) * dec);
     }
   }
   const VF infinity = as_float(VU(kInfBits));
@@ -109,46 +136,49 @@ FP4_HD void eden_correct(const VF* t, int n, VF S_dec, float gain, const VU* cod
   }
 }
 
-// All blocks of a tile: codes[i] for each element, scales[b] for each block.
-using EncodeTile = void (*)(const QuantizeArgs&, const Lane (&)[kLanes], const VF*, int, VU*, VU*);
+// All blocks of a tile: words of codes in output order, scales[b] for each block.
+using EncodeTile = void (*)(const QuantizeArgs&, const Lanes&, const VF*, int, VU*, VU*);
 
-template <ScaleRule rule, Rounding rounding, int N>
-void encode_nvfp4(const QuantizeArgs& a, const Lane (&lanes)[kLanes], const VF* t, int length, VU* codes, VU* scales) {
+template <ScaleRule rule, Rounding rounding, int N, bool kTransposed = false>
+void encode_nvfp4(const QuantizeArgs& a, const Lanes& lanes, const VF* t, int length, VU* words, VU* scales) {
   const Outer<VF> outer = lane_outer(a, lanes);
-  const RandomBits bits_of(a, lanes);
   VU random[rounding == Rounding::stochastic ? kMaxVector : 1];
-  if constexpr (rounding == Rounding::stochastic) bits_of.elements(length, random);
+  if constexpr (rounding == Rounding::stochastic) RandomBits(a, lanes).elements(length, random);
   const int blocks = N == 256 ? 1 : length / 16;
   for (int b = 0; b < blocks; ++b)
-    scales[b] = encode_block<rule, rounding, N>(t + b * N, outer, rounding == Rounding::stochastic ? random + b * N : nullptr, codes + b * N);
-  if constexpr (rounding == Rounding::eden) eden_correct(t, length, outer.dec, eden_gain(rule), codes, bits_of, scales);
+    scales[b] = encode_block<rule, rounding, N, kTransposed>(t + b * N, outer, rounding == Rounding::stochastic ? random + b * N : nullptr, words + b * (N / 8));
+  if constexpr (rounding == Rounding::eden) eden_correct(t, length, outer.dec, eden_gain(rule), words, RandomBits(a, lanes), scales);
 }
 
 template <class Element, Rounding rounding>
-void encode_mx(const QuantizeArgs& a, const Lane (&lanes)[kLanes], const VF* t, int length, VU* codes, VU* scales) {
+void encode_mx(const QuantizeArgs& a, const Lanes& lanes, const VF* t, int length, VU* words, VU* scales) {
   VU random[rounding == Rounding::stochastic ? kMaxVector : 1];
   if constexpr (rounding == Rounding::stochastic) RandomBits(a, lanes).elements(length, random);
   const float reciprocal_max = 1.0f / Element::max_value();
   for (int b = 0; b < length / 32; ++b) {
+    const VF* block = t + 32 * b;
     VF m[32];
-    const VU largest = magnitudes<32>(t + 32 * b, m);
-    const VMask poisoned = largest >= VU(kInfBits);
+    const VU largest = magnitudes<32>(block, m);
     const VU scale = encode_e8m0<Element>(as_float(largest), a.spec.scale == ScaleRule::ceil, reciprocal_max);
     const VF enc = encode_multiplier_e8m0(scale);
-    const VU keep = select(poisoned, VU(0u), VU(0xffffffffu));
+    VU gathered[Element::kBits];
+    const Words<Element::kBits, false> out{gathered};
     for (int i = 0; i < 32; ++i) {
-      const int j = 32 * b + i;
       const VF y = m[i] * enc;
-      const VU magnitude = rounding == Rounding::stochastic ? Element::encode_stochastic(y, random[j]) : Element::encode(y);
-      codes[j] = Element::signed_code(magnitude, bits(t[j])) & keep;
+      const VU magnitude = rounding == Rounding::stochastic ? Element::encode_stochastic(y, random[32 * b + i]) : Element::encode(y);
+      out.put(i, Element::signed_code(magnitude, bits(block[i])));
     }
+    const VMask poisoned = largest >= VU(kInfBits);
+    clear_where(poisoned, gathered, Element::kBits);
+    for (int w = 0; w < Element::kBits; ++w) words[b * Element::kBits + w] = gathered[w];
     scales[b] = select(poisoned, VU(kE8M0NaN), scale);
   }
 }
 
 template <ScaleRule rule, Rounding rounding>
-EncodeTile nvfp4(bool tile) {
-  return tile ? encode_nvfp4<rule, rounding, 256> : encode_nvfp4<rule, rounding, 16>;
+EncodeTile nvfp4(bool tile, bool colwise) {
+  if (tile) return colwise ? encode_nvfp4<rule, rounding, 256, true> : encode_nvfp4<rule, rounding, 256>;
+  return encode_nvfp4<rule, rounding, 16>;
 }
 template <class Element>
 EncodeTile mx(Rounding rounding) {
@@ -156,7 +186,7 @@ EncodeTile mx(Rounding rounding) {
 }
 
 // The law's table of combinations; ops/parse.h has refused the others.
-EncodeTile encoder(const QuantizeSpec& s) {
+EncodeTile encoder(const QuantizeSpec& s, bool colwise) {
   switch (s.format) {
     case FormatId::mxfp8: return mx<E4M3>(s.rounding);
     case FormatId::mxfp8_e5m2: return mx<E5M2>(s.rounding);
@@ -166,58 +196,47 @@ EncodeTile encoder(const QuantizeSpec& s) {
   if (s.rounding == Rounding::eden)
     return s.scale == ScaleRule::sweep ? encode_nvfp4<ScaleRule::sweep, Rounding::eden, 16> : encode_nvfp4<ScaleRule::amax, Rounding::eden, 16>;
   if (s.rounding == Rounding::stochastic)
-    return s.scale == ScaleRule::minvar ? nvfp4<ScaleRule::minvar, Rounding::stochastic>(s.tile) : nvfp4<ScaleRule::amax, Rounding::stochastic>(s.tile);
+    return s.scale == ScaleRule::minvar ? nvfp4<ScaleRule::minvar, Rounding::stochastic>(s.tile, colwise) : nvfp4<ScaleRule::amax, Rounding::stochastic>(s.tile, colwise);
   switch (s.scale) {
-    case ScaleRule::four_over_six: return nvfp4<ScaleRule::four_over_six, Rounding::nearest>(s.tile);
-    case ScaleRule::four_over_six_mae: return nvfp4<ScaleRule::four_over_six_mae, Rounding::nearest>(s.tile);
-    case ScaleRule::four_over_six_absmax: return nvfp4<ScaleRule::four_over_six_absmax, Rounding::nearest>(s.tile);
-    case ScaleRule::sweep: return nvfp4<ScaleRule::sweep, Rounding::nearest>(s.tile);
-    case ScaleRule::minvar: return nvfp4<ScaleRule::minvar, Rounding::nearest>(s.tile);
-    default: return nvfp4<ScaleRule::amax, Rounding::nearest>(s.tile);
+    case ScaleRule::four_over_six: return nvfp4<ScaleRule::four_over_six, Rounding::nearest>(s.tile, colwise);
+    case ScaleRule::four_over_six_mae: return nvfp4<ScaleRule::four_over_six_mae, Rounding::nearest>(s.tile, colwise);
+    case ScaleRule::four_over_six_absmax: return nvfp4<ScaleRule::four_over_six_absmax, Rounding::nearest>(s.tile, colwise);
+    case ScaleRule::sweep: return nvfp4<ScaleRule::sweep, Rounding::nearest>(s.tile, colwise);
+    case ScaleRule::minvar: return nvfp4<ScaleRule::minvar, Rounding::nearest>(s.tile, colwise);
+    default: return nvfp4<ScaleRule::amax, Rounding::nearest>(s.tile, colwise);
   }
 }
 
-// Codes of `count` elements, `stride` apart, to 32-bit words: eight 4-bit or four 8-bit codes each, the first one lowest.
-template <int kBits>
-FP4_HD void pack(const VU* codes, int stride, int count, uint32_t* words) {
-  constexpr int kPerWord = 32 / kBits;
-  for (int w = 0; w < count / kPerWord; ++w) {
-    VU word = codes[w * kPerWord * stride];
-    for (int j = 1; j < kPerWord; ++j) word = word | (codes[(w * kPerWord + j) * stride] << (kBits * j));
-    store(words + w * kLanes, word);
-  }
+// A lane's words to consecutive bytes.
+FP4_HD void scatter(const VU* words, int lane, int count, uint8_t* out) {
+  const auto* p = reinterpret_cast<const uint32_t*>(words) + lane;
+  for (int w = 0; w < count; ++w) std::memcpy(out + 4 * w, p + w * kLanes, 4);
 }
 
-FP4_HD void scatter(const uint32_t* words, int lane, int count, uint8_t* out) {
-  for (int w = 0; w < count; ++w) std::memcpy(out + 4 * w, words + w * kLanes + lane, 4);
-}
-
-void store_tile(const QuantizeArgs& a, const Lane (&lanes)[kLanes], int valid, int length, const VU* codes, const VU* scales) {
-  alignas(64) uint32_t words[kMaxVector * kLanes / 4];
-  alignas(64) uint32_t scale[(kMaxVector / 16) * kLanes];
+void store_tile(const QuantizeArgs& a, const Lanes& lanes, int length, const VU* words, const VU* scales) {
+  const auto* scale = reinterpret_cast<const uint32_t*>(scales);
   if (a.spec.tile) {
     const int64_t row_bytes = a.row_bytes(), row_scales = a.row_scales();
-    store(scale, scales[0]);
-    for (int o = 0; o < 16; ++o) {
-      pack<4>(codes + (a.colwise ? o : 16 * o), a.colwise ? 16 : 1, 16, words);
-      for (int l = 0; l < valid; ++l) {
-        if (o >= lanes[l].rows) continue;
-        scatter(words, l, 2, a.codes + lanes[l].code_byte + o * row_bytes);
-        a.scales[lanes[l].scale_byte + o * row_scales] = static_cast<uint8_t>(scale[l]);
+    for (int o = 0; o < 16; ++o)
+      for (int l = 0; l < lanes.valid; ++l) {
+        if (o >= lanes.rows[l]) continue;
+        scatter(words + 2 * o, l, 2, a.codes + lanes.code_byte[l] + o * row_bytes);
+        a.scales[lanes.scale_byte[l] + o * row_scales] = static_cast<uint8_t>(scale[l]);
       }
-    }
     return;
   }
-  const int block = a.spec.block(), num_words = length / (a.spec.packed() ? 8 : 4);
-  if (a.spec.packed()) pack<4>(codes, 1, length, words);
-  else pack<8>(codes, 1, length, words);
-  for (int b = 0; b < length / block; ++b) store(scale + b * kLanes, scales[b]);
-  for (int l = 0; l < valid; ++l) {
-    uint8_t* out = a.codes + lanes[l].code_byte;
+  const int block = a.spec.block(), num_words = length / (a.spec.packed() ? 8 : 4), num_scales = length / block;
+  if (num_words == 2 && !a.colwise && lanes.valid == kLanes) {
+    // Blocks of 16 along rows follow each other in the output, from row to row too.
+    store_pairs(a.codes + lanes.code_byte[0], words[0], words[1]);
+    store_bytes(a.scales + lanes.scale_byte[0], scales[0]);
+    return;
+  }
+  for (int l = 0; l < lanes.valid; ++l) {
+    uint8_t* out = a.codes + lanes.code_byte[l];
     if (num_words == 2) scatter(words, l, 2, out);
     else scatter(words, l, num_words, out);
-    uint8_t* s = a.scales + lanes[l].scale_byte;
-    for (int b = 0; b < length / block; ++b) s[b] = static_cast<uint8_t>(scale[b * kLanes + l]);
+    for (int b = 0; b < num_scales; ++b) a.scales[lanes.scale_byte[l] + b] = static_cast<uint8_t>(scale[b * kLanes + l]);
   }
 }
 
@@ -228,13 +247,13 @@ int64_t num_tiles(const QuantizeArgs& args) { return Tiling(args).num_tiles(); }
 void quantize_tiles(const QuantizeArgs& args, int64_t begin, int64_t end) {
   const Tiling tiling(args);
   const Rotation rotation(args);
-  const EncodeTile encode = encoder(args.spec);
+  const EncodeTile encode = encoder(args.spec, args.colwise);
   with_dtype(args.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    alignas(64) VU codes[kMaxVector], scales[kMaxVector / 16];
-    for_tiles<T>(tiling, rotation, begin, end, [&](const Lane(&lanes)[kLanes], int valid, const VF* t) {
-      encode(args, lanes, t, tiling.length, codes, scales);
-      store_tile(args, lanes, valid, tiling.length, codes, scales);
+    alignas(64) VU words[kMaxVector / 4], scales[kMaxVector / 16];
+    for_tiles<T>(tiling, rotation, begin, end, [&](const Lanes& lanes, const VF* t) {
+      encode(args, lanes, t, tiling.length, words, scales);
+      store_tile(args, lanes, tiling.length, words, scales);
     });
   });
 }
@@ -244,14 +263,14 @@ void amax_tiles(const QuantizeArgs& args, float* amax, int64_t begin, int64_t en
   const Rotation rotation(args);
   with_dtype(args.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    for_tiles<T>(tiling, rotation, begin, end, [&](const Lane(&lanes)[kLanes], int valid, const VF* t) {
+    for_tiles<T>(tiling, rotation, begin, end, [&](const Lanes& lanes, const VF* t) {
       VU largest(0u);
       for (int i = 0; i < tiling.length; ++i) {
         const VU u = bits(abs_of(t[i]));
         largest = select((u > largest) & (u < VU(kInfBits)), u, largest);
       }
-      for (int l = 0; l < valid; ++l) {
-        std::atomic_ref<float> group(amax[lanes[l].group]);
+      for (int l = 0; l < lanes.valid; ++l) {
+        std::atomic_ref<float> group(amax[lanes.group[l]]);
         const float mine = as_float(static_cast<uint32_t>(largest.v[l]));
         float seen = group.load(std::memory_order_relaxed);
         while (seen < mine && !group.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {}
@@ -264,7 +283,7 @@ float amax_span(const void* x, Dtype dtype, int64_t begin, int64_t end) {
   float result = 0.0f;
   with_dtype(dtype, [&](auto* type) {
     const auto* p = static_cast<decltype(type)>(const_cast<void*>(x));
-    VU part[4];
+    VU part[4] = {VU(0u), VU(0u), VU(0u), VU(0u)};
     int64_t i = begin;
     for (; i + 4 * kLanes <= end; i += 4 * kLanes)
       for (int j = 0; j < 4; ++j) {

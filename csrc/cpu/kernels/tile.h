@@ -6,16 +6,18 @@ namespace fp4ext::cpu::FP4EXT_ISA {
 
 inline constexpr int kMaxVector = 256;  // a 16×16 tile; an RHT vector has at most 128
 
-// One SIMD lane's vector: `count` elements of it exist in the input (the rest is zero padding).
-struct Lane {
-  int64_t source;      // index of its first element in x
-  int64_t row;         // output row, counted through the batch; the first one of a 16×16 tile
-  int64_t k;           // position along the contraction
-  int64_t code_byte;   // where its codes go
-  int64_t scale_byte;  // where its block scales go
-  int64_t group;       // outer group
-  int count;           // elements of the vector (for a 16×16 tile, along the contraction) that exist
-  int rows;            // 16×16: output rows of the tile that exist
+// The vectors of one tile, one a SIMD lane.
+struct Lanes {
+  int64_t source[kLanes];      // index of the first element in x
+  int64_t row[kLanes];         // output row, counted through the batch; the first one of a 16×16 tile
+  int64_t k[kLanes];           // position along the contraction
+  int64_t code_byte[kLanes];   // where its codes go
+  int64_t scale_byte[kLanes];  // where its block scales go
+  int64_t group[kLanes];       // outer group
+  int count[kLanes];           // elements along the contraction that exist; the rest is zero padding
+  int rows[kLanes];            // 16×16: output rows of the tile that exist
+  int valid;                   // lanes that are vectors of their own; the others repeat the last one
+  bool full;                   // all elements of all lanes exist
 };
 
 // How the vectors of one call are numbered. Row-wise, numbers run along the memory that is read, through all rows; column-wise, through the columns of a
@@ -24,96 +26,135 @@ struct Tiling {
   const QuantizeArgs& args;
   int length;             // elements along the contraction (16 for a 16×16 tile)
   int step;               // output rows of a vector: 1, or 16
+  int per_byte, block;    // codes a byte, elements a scale
+  int64_t k, out_rows;    // of one matrix of the output
   int64_t along, across;  // vectors along the contraction; vectors across it in one matrix
   int64_t row_bytes, row_scales;
 
   explicit Tiling(const QuantizeArgs& a)
-      : args(a), length(a.spec.tile ? 16 : a.vector_length()), step(a.spec.tile ? 16 : 1), row_bytes(a.row_bytes()), row_scales(a.row_scales()) {
-    along = (a.k() + length - 1) / length;
-    across = (a.out_rows() + step - 1) / step;
-  }
+      : args(a),
+        length(a.spec.tile ? 16 : a.vector_length()),
+        step(a.spec.tile ? 16 : 1),
+        per_byte(a.spec.packed() ? 2 : 1),
+        block(a.spec.block()),
+        k(a.k()),
+        out_rows(a.out_rows()),
+        along((k + length - 1) / length),
+        across((out_rows + step - 1) / step),
+        row_bytes(a.row_bytes()),
+        row_scales(a.row_scales()) {}
   int64_t strips() const { return args.colwise ? args.batch * along : 1; }
   int64_t strip_vectors() const { return args.colwise ? across : args.batch * across * along; }
   int64_t tiles_per_strip() const { return (strip_vectors() + kLanes - 1) / kLanes; }
   int64_t num_tiles() const { return strips() * tiles_per_strip(); }
 };
 
-// Walks the vectors in their order. Divisions happen at the start alone: they would cost more than the quantization.
+// Walks the vectors in their order, a tile at a time. Divisions happen at the start alone: they would cost more than the quantization.
 class Cursor {
  public:
-  Cursor(const Tiling& tiling, int64_t tile) : t_(tiling) {
+  Cursor(const Tiling& tiling, int64_t tile) : t_(tiling), a_(tiling.args) {
     const int64_t strip = tile / t_.tiles_per_strip(), v = tile % t_.tiles_per_strip() * kLanes;
-    if (t_.args.colwise) {
+    if (a_.colwise) {
       b_ = strip / t_.along, along_ = strip % t_.along, across_ = v;
     } else {
       b_ = v / (t_.across * t_.along), across_ = v / t_.along % t_.across, along_ = v % t_.along;
     }
-    place();
   }
-  // The next tile; returns how many of its lanes are vectors of their own. The others repeat the last one.
-  FP4_HD int tile(Lane (&lanes)[kLanes]) {
-    int valid = 0;
-    for (int l = 0; l < kLanes; ++l) {
-      if (valid == l && !at_end_of_strip()) {
-        lanes[l] = lane_;
-        advance();
-        ++valid;
-      } else {
-        lanes[l] = lanes[l - 1];
-      }
-    }
-    if (t_.args.colwise && at_end_of_strip()) {
-      across_ = 0;
-      if (++along_ == t_.along) along_ = 0, ++b_;
-      place();
-    }
-    return valid;
+
+  FP4_HD void next(Lanes& lanes) {
+    if (step_on(lanes)) return;
+    lanes.full = true;
+    int l = 0;
+    // Runs of vectors that lie at equal steps: along a row, or across a strip. Mostly one run fills the tile.
+    while (l < kLanes && !(a_.colwise ? across_ == t_.across : b_ == a_.batch)) l += a_.colwise ? run_across(lanes, l) : run_along(lanes, l);
+    lanes.valid = l;
+    for (; l < kLanes; ++l) repeat(lanes, l);
+    if (a_.colwise) wrap();
   }
 
  private:
-  bool at_end_of_strip() const { return t_.args.colwise ? across_ == t_.across : b_ == t_.args.batch; }
-
-  // To the next vector of the strip: a short step where it lies beside this one, else anew.
-  FP4_HD void advance() {
-    const int per_byte = t_.args.spec.packed() ? 2 : 1;
-    if (t_.args.colwise) {
-      ++across_;
-      lane_.source += t_.step;
-      lane_.row += t_.step;
-      lane_.code_byte += t_.step * t_.row_bytes;
-      lane_.scale_byte += t_.step * t_.row_scales;
-      if (t_.args.spec.outer == OuterKind::row) ++lane_.group;
-      lane_.rows = static_cast<int>(std::min<int64_t>(t_.step, t_.args.out_rows() - across_ * t_.step));
-      return;
+  struct Steps {
+    int64_t source, row, k, code_byte, scale_byte, group;
+  };
+  // Where the next tile continues the run that filled this one, all its lanes move by the same amount.
+  FP4_HD bool step_on(Lanes& lanes) {
+    if (!one_run_ || !lanes.full) return false;
+    if (a_.colwise ? across_ + kLanes > t_.across || (across_ + kLanes) * t_.step > t_.out_rows : along_ == 0 || (along_ + kLanes) * t_.length > t_.k) return false;
+    for (int l = 0; l < kLanes; ++l) {
+      lanes.source[l] += kLanes * step_.source;
+      lanes.row[l] += kLanes * step_.row;
+      lanes.k[l] += kLanes * step_.k;
+      lanes.code_byte[l] += kLanes * step_.code_byte;
+      lanes.scale_byte[l] += kLanes * step_.scale_byte;
+      lanes.group[l] += kLanes * step_.group;
     }
-    if (++along_ == t_.along) {
+    (a_.colwise ? across_ : along_) += kLanes;
+    wrap();
+    return true;
+  }
+
+  FP4_HD void wrap() {
+    if (a_.colwise) {
+      if (across_ < t_.across) return;
+      across_ = 0, one_run_ = false;
+      if (++along_ == t_.along) along_ = 0, ++b_;
+    } else {
+      if (along_ < t_.along) return;
       along_ = 0;
       if (++across_ == t_.across) across_ = 0, ++b_;
-      if (b_ < t_.args.batch) place();
-      return;
     }
-    lane_.source += t_.length;
-    lane_.k += t_.length;
-    lane_.code_byte += t_.length / per_byte;
-    lane_.scale_byte += t_.length / t_.args.spec.block();
-    lane_.count = static_cast<int>(std::min<int64_t>(t_.length, t_.args.k() - lane_.k));
   }
-  void place() {
-    const QuantizeArgs& a = t_.args;
-    const int64_t row = across_ * t_.step, k = along_ * t_.length;
-    lane_.source = (b_ * a.rows + (a.colwise ? k : row)) * a.cols + (a.colwise ? row : k);
-    lane_.row = b_ * a.out_rows() + row;
-    lane_.k = k;
-    lane_.code_byte = lane_.row * t_.row_bytes + k / (a.spec.packed() ? 2 : 1);
-    lane_.scale_byte = lane_.row * t_.row_scales + k / a.spec.block();
-    lane_.group = a.spec.outer == OuterKind::row ? lane_.row : a.spec.outer == OuterKind::expert ? b_ : 0;
-    lane_.count = static_cast<int>(std::min<int64_t>(t_.length, a.k() - k));
-    lane_.rows = static_cast<int>(std::min<int64_t>(t_.step, a.out_rows() - row));
+
+  FP4_HD int run_along(Lanes& lanes, int l) {
+    const int n = static_cast<int>(std::min<int64_t>(kLanes - l, t_.along - along_));
+    const int length = t_.length;
+    fill(lanes, l, n, {length, 0, length, length / t_.per_byte, length / t_.block, 0});
+    along_ += n;
+    wrap();
+    return n;
+  }
+  FP4_HD int run_across(Lanes& lanes, int l) {
+    const int n = static_cast<int>(std::min<int64_t>(kLanes - l, t_.across - across_));
+    fill(lanes, l, n, {t_.step, t_.step, 0, t_.step * t_.row_bytes, t_.step * t_.row_scales, a_.spec.outer == OuterKind::row ? t_.step : 0});
+    across_ += n;
+    return n;
+  }
+
+  FP4_HD void fill(Lanes& lanes, int l, int n, Steps step) {
+    one_run_ = n == kLanes;
+    step_ = step;
+    const int64_t row = across_ * t_.step, k = along_ * t_.length, out_row = b_ * t_.out_rows + row;
+    const int64_t source = (b_ * a_.rows + (a_.colwise ? k : row)) * a_.cols + (a_.colwise ? row : k);
+    const int64_t code_byte = out_row * t_.row_bytes + k / t_.per_byte, scale_byte = out_row * t_.row_scales + k / t_.block;
+    const int64_t group = a_.spec.outer == OuterKind::row ? out_row : a_.spec.outer == OuterKind::expert ? b_ : 0;
+    const auto put = [&](int i, int j) {
+      lanes.source[i] = source + j * step.source;
+      lanes.row[i] = out_row + j * step.row;
+      lanes.k[i] = k + j * step.k;
+      lanes.code_byte[i] = code_byte + j * step.code_byte;
+      lanes.scale_byte[i] = scale_byte + j * step.scale_byte;
+      lanes.group[i] = group + j * step.group;
+      lanes.count[i] = static_cast<int>(std::min<int64_t>(t_.length, t_.k - (k + j * step.k)));
+      lanes.rows[i] = static_cast<int>(std::min<int64_t>(t_.step, t_.out_rows - (row + j * step.row)));
+    };
+    if (n == kLanes) {
+      for (int j = 0; j < kLanes; ++j) put(j, j);
+    } else {
+      for (int j = 0; j < n; ++j) put(l + j, j);
+    }
+    const int64_t last_k = k + (n - 1) * step.k, last_row = row + (n - 1) * step.row;
+    lanes.full &= last_k + t_.length <= t_.k && last_row + t_.step <= t_.out_rows;
+  }
+  FP4_HD static void repeat(Lanes& lanes, int l) {
+    for (auto* field : {lanes.source, lanes.row, lanes.k, lanes.code_byte, lanes.scale_byte, lanes.group}) field[l] = field[l - 1];
+    lanes.count[l] = lanes.count[l - 1], lanes.rows[l] = lanes.rows[l - 1];
   }
 
   const Tiling& t_;
+  const QuantizeArgs& a_;
   int64_t b_, across_, along_;
-  Lane lane_;
+  Steps step_;
+  bool one_run_ = false;  // one run filled the last tile
 };
 
 // Vectors along rows: kLanes pointers, each to `length` consecutive elements; t[i] gets element i of every lane.
@@ -138,39 +179,35 @@ FP4_HD void load_ragged(const T* const* p, int64_t stride, const int* counts, in
 
 // One tile of the input: t[i] holds element i of each lane's vector; a 16×16 tile lies as in x, element 16·r + c.
 template <class T>
-FP4_HD void load_tile(const Tiling& tiling, const Lane (&lanes)[kLanes], int valid, VF* t) {
+FP4_HD void load_tile(const Tiling& tiling, const Lanes& lanes, VF* t) {
   const QuantizeArgs& a = tiling.args;
   const T* x = static_cast<const T*>(a.x);
   const T* p[kLanes];
-  int counts[kLanes];
   if (a.spec.tile) {
-    // Rows and columns of x, whichever of them is the contraction.
+    int counts[kLanes];
     for (int r = 0; r < 16; ++r) {
-      bool full = true;
       for (int l = 0; l < kLanes; ++l) {
-        const int rows = a.colwise ? lanes[l].count : lanes[l].rows, cols = a.colwise ? lanes[l].rows : lanes[l].count;
-        p[l] = x + lanes[l].source + (r < rows ? r * a.cols : 0);
+        // Rows and columns of x, whichever of them is the contraction.
+        const int rows = a.colwise ? lanes.count[l] : lanes.rows[l], cols = a.colwise ? lanes.rows[l] : lanes.count[l];
+        p[l] = x + lanes.source[l] + (r < rows ? r * a.cols : 0);
         counts[l] = r < rows ? cols : 0;
-        full &= counts[l] == 16;
       }
-      if (full) load_along(p, 16, t + 16 * r);
+      if (lanes.full) load_along(p, 16, t + 16 * r);
       else load_ragged(p, 1, counts, 16, t + 16 * r);
     }
     return;
   }
-  bool full = true;
-  for (int l = 0; l < kLanes; ++l) {
-    p[l] = x + lanes[l].source;
-    counts[l] = lanes[l].count;
-    full &= counts[l] == tiling.length;
-  }
+  for (int l = 0; l < kLanes; ++l) p[l] = x + lanes.source[l];
   if (!a.colwise) {
-    if (full) load_along(p, tiling.length, t);
-    else load_ragged(p, 1, counts, tiling.length, t);
-  } else if (valid == kLanes) {
-    for (int i = 0; i < tiling.length; ++i) t[i] = i < counts[0] ? load_lanes(p[0] + i * a.cols) : VF();
+    if (!lanes.full) load_ragged(p, 1, lanes.count, tiling.length, t);
+    else if (tiling.length == 16) load_along(p, 16, t);  // a constant length unrolls
+    else load_along(p, tiling.length, t);
+  } else if (lanes.valid == kLanes) {
+    const int count = lanes.count[0];
+    for (int i = 0; i < count; ++i) t[i] = load_lanes(p[0] + i * a.cols);
+    for (int i = count; i < tiling.length; ++i) t[i] = VF(0.0f);
   } else {
-    load_ragged(p, a.cols, counts, tiling.length, t);
+    load_ragged(p, a.cols, lanes.count, tiling.length, t);
   }
 }
 
@@ -185,13 +222,13 @@ struct Rotation {
     for (int s = 0; s < stages; ++s)
       for (int i = 0; i < length; i += n) {
         switch (n) {  // a constant length unrolls
-          case 16: rht_stage(t + i, 16, signs[s]); break;
-          case 32: rht_stage(t + i, 32, signs[s]); break;
-          case 64: rht_stage(t + i, 64, signs[s]); break;
-          default: rht_stage(t + i, 128, signs[s]); break;
+          case 16: rht_stage(t + i, 16, signs[s], s == 1); break;
+          case 32: rht_stage(t + i, 32, signs[s], s == 1); break;
+          case 64: rht_stage(t + i, 64, signs[s], s == 1); break;
+          default: rht_stage(t + i, 128, signs[s], s == 1); break;
         }
       }
-    for (int i = 0; n && i < length; i += n) poison(t + i);
+    for (int i = 0; i < length; i += n) poison(t + i);
   }
   // A rotation that meets a NaN or overflows leaves no element of its vector meaningful, though some may look finite.
   FP4_HD void poison(VF* t) const {
@@ -204,23 +241,25 @@ struct Rotation {
 };
 
 // Blocks of 32 may hold a 16-vector that is padding alone: it is not rotated, so its zeros keep their sign.
-FP4_HD void drop_rotated_padding(const Lane (&lanes)[kLanes], int n, int length, VF* t) {
+FP4_HD void drop_rotated_padding(const Lanes& lanes, int n, int length, VF* t) {
   for (int l = 0; l < kLanes; ++l)
-    for (int i = (lanes[l].count + n - 1) / n * n; i < length; ++i) t[i].v[l] = 0.0f;
+    for (int i = (lanes.count[l] + n - 1) / n * n; i < length; ++i) t[i].v[l] = 0.0f;
 }
 
-// Visits tiles [begin, end): f(lanes, valid, t), t loaded and rotated.
+// Visits tiles [begin, end): f(lanes, t), t loaded and rotated.
 template <class T, class Fn>
 FP4_HD void for_tiles(const Tiling& tiling, const Rotation& rotation, int64_t begin, int64_t end, Fn&& f) {
   alignas(64) VF t[kMaxVector];
-  Lane lanes[kLanes];
+  Lanes lanes;
   Cursor cursor(tiling, begin);
   for (int64_t i = begin; i < end; ++i) {
-    const int valid = cursor.tile(lanes);
-    load_tile<T>(tiling, lanes, valid, t);
-    rotation(t, tiling.length);
-    if (rotation.n && rotation.n < tiling.length) drop_rotated_padding(lanes, rotation.n, tiling.length, t);
-    f(lanes, valid, t);
+    cursor.next(lanes);
+    load_tile<T>(tiling, lanes, t);
+    if (rotation.n) {
+      rotation(t, tiling.length);
+      if (rotation.n < tiling.length) drop_rotated_padding(lanes, rotation.n, tiling.length, t);
+    }
+    f(lanes, t);
   }
 }
 
