@@ -1,9 +1,9 @@
-"""Error and bias of every quantizer: the table of docs/numerics.md, 8, measured beside what it must be, and the averaging curves.
+"""Error and bias of every quantizer: the table of docs/numerics.md, 8, measured, and the averaging curves.
 
     python benchmarks/bench_error.py [--draws 256] [--plot docs/averaging.png]
 
-Relative MSE ×1e3 on N(0, 1), 1024×2048, the error taken in fp64. B·err(mean of B)/err(1) stays at 1 for an unbiased quantizer and grows with B where there is a
-bias: averages forgive noise and keep drift.
+Relative MSE ×1e3 on N(0, 1), 1024×2048, the error taken in fp64. B·err(mean of B)/err(1) stays at 1 for an unbiased
+quantizer and grows with B where there is a bias: averages forgive noise and keep drift.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DATA = ("gaussian", "student_t3", "outliers30", "outliers100", "one_hot")
 
 
 def estimate(x: torch.Tensor, spec: Spec, seed: int) -> torch.Tensor:
-    """x̂ in fp64. A rotated x̂ is rotated back: the transform is orthogonal, and a product of two rotated operands is what a GEMM takes."""
+    """x̂ in fp64. A rotated x̂ is rotated back, which changes no error: the transform is orthogonal."""
     rng = torch.tensor([seed, 0])
     codes, scales, outer = fp4ext.ops.quantize(x, spec.key, -1, rng)
     y = fp4ext.ops.dequantize(codes, scales, outer, spec.format, x.shape[-1], "float32").double()
@@ -88,7 +88,9 @@ def main() -> None:
     rows = []
     for key, target in TARGETS.items():
         error = 1e3 * relative_mse(x, estimate(x, Spec.parse(key), 1))
-        table.add_row(key, f"{error:.3f}", f"{target}" if target else "–", f"{error / target - 1:+.1%}" if target else "–")
+        table.add_row(
+            key, f"{error:.3f}", f"{target}" if target else "–", f"{error / target - 1:+.1%}" if target else "–"
+        )
         rows.append({"kind": "error", "spec": key, "mse_1e3": error, "target": target})
     console.print(table)
 

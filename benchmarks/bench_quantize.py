@@ -1,8 +1,9 @@
-"""Quantizers at memory speed: elements a second, share of a plain copy's bandwidth, ratios to peers measured in the same run.
+"""Quantizers at memory speed: elements a second, share of a plain copy's bandwidth, ratios to peers in one run.
 
-    python benchmarks/bench_quantize.py [--size 4096] [--threads 2] [--peers]
+    python benchmarks/bench_quantize.py [--size 4096] [--threads 2] [--no-peers]
 
-Bandwidth counts the bytes that must move: 2 in (bf16) and 0.5625 out an element (NVFP4), not the second read of a separate amax pass.
+Bandwidth counts the bytes that must move, 2 in (bf16) and 0.5625 out an element (NVFP4), and not the second read that
+the amax pass costs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the benchmarks measure: interleaved repetitions, the best of each, ratios within one run; rows that say on what."""
+"""How the benchmarks measure: interleaved repetitions, the best of each, ratios in one run; rows that say on what."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def device_name() -> str:
 
 
 def best_times(cases: dict[str, Callable[[], object]], repeats: int = 7) -> dict[str, float]:
-    """Seconds of the fastest of `repeats` calls of each case. The cases take turns, so that a slow moment of the machine hits all of them."""
+    """Seconds of the fastest of `repeats` calls of each case. They take turns: a slow moment hits all of them."""
     best = dict.fromkeys(cases, float("inf"))
     for run in cases.values():
         run()

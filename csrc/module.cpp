@@ -11,12 +11,16 @@ PYBIND11_MODULE(_C, m) {
   m.attr("build_note") = FP4EXT_BUILD_NOTE;
   m.attr("cuda_rooms") = FP4EXT_CUDA_ROOMS;
   m.def("isa", [] { return cpu::isa_name(cpu::isa_in_use()); }, "The instruction set the CPU kernels use.");
-  m.def("isas", [] {
-    py::list names;
-    for (auto isa : {cpu::Isa::portable, cpu::Isa::avx2, cpu::Isa::avx512})
-      if (cpu::isa_available(isa)) names.append(cpu::isa_name(isa));
-    return names;
-  }, "The instruction sets this CPU can run, best last.");
-  m.def("force_isa", [](const char* name) { cpu::force_isa(cpu::isa_from_name(name)); }, py::arg("name"),
-        "Makes the CPU kernels use this instruction set; for tests.");
+  m.def(
+      "isas",
+      [] {
+        py::list names;
+        for (auto isa : {cpu::Isa::portable, cpu::Isa::avx2, cpu::Isa::avx512})
+          if (cpu::isa_available(isa)) names.append(cpu::isa_name(isa));
+        return names;
+      },
+      "The instruction sets this CPU can run, best last.");
+  m.def(
+      "force_isa", [](const char* name) { cpu::force_isa(cpu::isa_from_name(name)); }, py::arg("name"),
+      "Makes the CPU kernels use this instruction set; for tests.");
 }

@@ -2,8 +2,8 @@
 #include "../numerics/minifloat.h"
 #include "simd.h"
 
-// Vectors of 4·kLanes bytes, seen as kLanes/4 parts of 16: what integer dot products and nibble tables need beyond simd.h.
-// "In each part" is how x86 shuffles work, and the layouts of gemm_block.cpp are built on it.
+// Vectors of 4·kLanes bytes, seen as kLanes/4 parts of 16: what integer dot products and nibble tables need beyond
+// simd.h. "In each part" is how x86 shuffles work, and the layouts of gemm_block.cpp are built on it.
 namespace fp4ext::cpu::FP4EXT_ISA {
 
 typedef uint8_t RawB __attribute__((vector_size(kLanes * 4)));
@@ -13,8 +13,8 @@ struct VB {
   RawB v;
 };
 
-// A whole vector to memory of any alignment. Not memcpy: GCC copies a vector that has an address as halves and quarters, which
-// costs a packing loop half its speed.
+// A whole vector to memory of any alignment. Not memcpy: GCC copies a vector that has an address as halves and
+// quarters, which costs a packing loop half its speed.
 FP4_HD void put(void* p, VB x) {
   typedef uint8_t Unaligned __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
   *static_cast<Unaligned*>(p) = x.v;
@@ -85,8 +85,8 @@ FP4EXT_INTERLEAVE(low64, unpacklo_epi64, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19,
 FP4EXT_INTERLEAVE(high64, unpackhi_epi64, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
 #undef FP4EXT_INTERLEAVE
 
-// Sums of products of bytes, one a 32-bit lane: Σ unsigned w · signed x over the lane's four bytes, four such groups at a time.
-// AVX2 adds pairs in 16 bits, which holds as long as |Σ of 8 products| < 2^15 (gemm_block.cpp: 8·24·12).
+// Sums of products of bytes, one a 32-bit lane: Σ unsigned w · signed x over the lane's four bytes, four such groups at
+// a time. AVX2 adds pairs in 16 bits, which holds as long as |Σ of 8 products| < 2^15 (gemm_block.cpp: 8·24·12).
 struct DotSums {
 #if defined(__AVX512F__) || !defined(__AVX2__)
   RawI v;
@@ -161,7 +161,8 @@ FP4_HD VU widen4(const uint8_t* p) {
 inline constexpr uint8_t kTwiceE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
 inline constexpr uint8_t kTwiceE2M1Plus12[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// kLanes elements at p, as the numerics headers decode them, by table or by the half-precision conversion where there is one.
+// kLanes elements at p, as the numerics headers decode them, by table or by the half-precision conversion where there
+// is one.
 FP4_HD VF decode_lanes_e2m1(const uint8_t* p) {
 #if defined(__AVX512F__)
   const __m512 table = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6);

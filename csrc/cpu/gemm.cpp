@@ -83,7 +83,8 @@ struct Pass {
     std::vector<double> g_w(columns);
     for (int c = 0; c < columns; ++c) g_w[c] = global_of(w, column + c);
     for (int64_t r = begin; r < end; ++r) {
-      const GemmRow result = {total + (r - begin) * kernel.strip_columns(), g_w.data(), global_of(x, row + r), bias ? bias + column : nullptr, columns};
+      const GemmRow result = {total + (r - begin) * kernel.strip_columns(), g_w.data(), global_of(x, row + r),
+                              bias ? bias + column : nullptr, columns};
       const int64_t at = (row + r) * w.rows + column;
       if (y_bf16)
         finish(result, static_cast<uint16_t*>(y) + at);

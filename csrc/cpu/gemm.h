@@ -7,9 +7,9 @@
 //   block order (both operands E2M1):  acc = fma(I_b, s_x·s_w, acc) over the 16-blocks b, I_b the exact sum of 16 element products
 //   lane order (everything else):      acc_l = fma(x'_k, w'_k, acc_l) for k ≡ l mod 16, x' = element·scale; then a tree over the 16 lanes
 //
-// On a CPU both are the same loop. A SIMD lane is a column n of y, so every element of y has its own chain of operations, in the order
-// of the law, however many rows and columns stand around it: the result cannot depend on M, on the tile, on the thread or on the width
-// of a vector. One row (decode) and 512 (prefill) run the same code.
+// On a CPU both are the same loop. A SIMD lane is a column n of y, so every element of y has its own chain of
+// operations, in the order of the law, however many rows and columns stand around it: the result cannot depend on M, on
+// the tile, on the thread or on the width of a vector. One row (decode) and 512 (prefill) run the same code.
 //
 //   for 512 rows of x at a time:                    x packed once, in tiles of a few rows
 //     for strips of a few vectors of columns of w:  in parallel
@@ -33,7 +33,10 @@ struct Operand {
   int64_t k_stored;  // elements stored a row, padding included
 
   int64_t row_bytes() const {
-    return elem == Elem::e2m1 ? k_stored / 2 : elem == Elem::fp32 ? k_stored * 4 : elem == Elem::bf16 || elem == Elem::fp16 ? k_stored * 2 : k_stored;
+    return elem == Elem::e2m1                         ? k_stored / 2
+           : elem == Elem::fp32                       ? k_stored * 4
+           : elem == Elem::bf16 || elem == Elem::fp16 ? k_stored * 2
+                                                      : k_stored;
   }
   const uint8_t* row(int64_t r) const { return static_cast<const uint8_t*>(codes) + r * row_bytes(); }
   const uint8_t* row_scales(int64_t r) const { return scales + r * (k_stored / block); }

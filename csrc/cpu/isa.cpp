@@ -27,17 +27,14 @@ bool isa_available(Isa isa) {
   // libgcc's cpuid also asks the operating system whether it saves the wider registers.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512vnni");
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
   return isa == Isa::portable || (isa == Isa::avx2 && avx2) || (isa == Isa::avx512 && avx512);
 #else
   return isa == Isa::portable;
 #endif
 }
 
-Isa isa_best() {
-  return isa_available(Isa::avx512) ? Isa::avx512 : isa_available(Isa::avx2) ? Isa::avx2 : Isa::portable;
-}
+Isa isa_best() { return isa_available(Isa::avx512) ? Isa::avx512 : isa_available(Isa::avx2) ? Isa::avx2 : Isa::portable; }
 Isa isa_in_use() { return current().load(std::memory_order_relaxed); }
 void force_isa(Isa isa) { current().store(isa, std::memory_order_relaxed); }
 const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }

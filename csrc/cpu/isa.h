@@ -2,8 +2,9 @@
 #include <functional>
 #include <cstdint>
 
-// Which instruction set the CPU kernels use. Every kernel file of csrc/cpu/kernels/ is compiled once for each, in a namespace of that
-// name; the ".cpp" beside it picks one at run time. All give the same bytes, and tests force each one.
+// Which instruction set the CPU kernels use. Every kernel file of csrc/cpu/kernels/ is compiled once for each, in a
+// namespace of that name; the ".cpp" beside it picks one at run time. All give the same bytes, and tests force each
+// one.
 #if !defined(FP4EXT_ISA)
 #define FP4EXT_ISA portable
 #endif
@@ -29,11 +30,11 @@ using Parallel = std::function<void(int64_t n, int64_t grain, const std::functio
 
 // Calls one function of the namespace in use: FP4EXT_DISPATCH(quantize_rows(args...)).
 #if defined(FP4EXT_X86)
-#define FP4EXT_DISPATCH(...)                                                 \
-  switch (::fp4ext::cpu::isa_in_use()) {                                     \
+#define FP4EXT_DISPATCH(...)                                                    \
+  switch (::fp4ext::cpu::isa_in_use()) {                                        \
     case ::fp4ext::cpu::Isa::avx512: return ::fp4ext::cpu::avx512::__VA_ARGS__; \
     case ::fp4ext::cpu::Isa::avx2: return ::fp4ext::cpu::avx2::__VA_ARGS__;     \
-    default: return ::fp4ext::cpu::portable::__VA_ARGS__;                    \
+    default: return ::fp4ext::cpu::portable::__VA_ARGS__;                       \
   }
 #else
 #define FP4EXT_DISPATCH(...) return ::fp4ext::cpu::portable::__VA_ARGS__

@@ -19,8 +19,7 @@ void amax(const QuantizeArgs& args, float* amax, const Parallel& parallel) {
   const int64_t numel = args.batch * args.rows * args.cols;
   if (numel == 0) return;
   if (args.spec.rht || (args.spec.outer == OuterKind::row && args.colwise)) {
-    parallel(num_tiles(args), kGrain / (args.vector_length() * 8) + 1,
-             [&](int64_t b, int64_t e) { amax_tiles(args, amax, b, e); });
+    parallel(num_tiles(args), kGrain / (args.vector_length() * 8) + 1, [&](int64_t b, int64_t e) { amax_tiles(args, amax, b, e); });
     return;
   }
   // The groups are spans of memory.
@@ -35,7 +34,8 @@ void amax(const QuantizeArgs& args, float* amax, const Parallel& parallel) {
   parallel(span, kGrain, [&](int64_t b, int64_t e) {
     const float part = amax_span(args.x, args.dtype, b, e);
     float seen = all.load();
-    while (seen < part && !all.compare_exchange_weak(seen, part)) {}
+    while (seen < part && !all.compare_exchange_weak(seen, part)) {
+    }
   });
 }
 

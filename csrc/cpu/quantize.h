@@ -3,9 +3,10 @@
 #include "../numerics/spec.h"
 #include "isa.h"
 
-// Quantization on the CPU. The unit of work is a *tile*: kLanes independent vectors side by side, one a SIMD lane, so that everything the law says about a
-// block (its largest element, its candidates' errors in index order, the butterflies of an RHT, its random bits) is vertical arithmetic
-// and is the same code that one CUDA thread runs on one block. Rows are transposed into lanes on the way in; columns lie so already.
+// Quantization on the CPU. The unit of work is a *tile*: kLanes independent vectors side by side, one a SIMD lane, so
+// that everything the law says about a block (its largest element, its candidates' errors in index order, the
+// butterflies of an RHT, its random bits) is vertical arithmetic and is the same code that one CUDA thread runs on one
+// block. Rows are transposed into lanes on the way in; columns lie so already.
 namespace fp4ext::cpu {
 
 enum class Dtype { fp32, bf16, fp16 };
@@ -35,12 +36,11 @@ struct QuantizeArgs {
   // The RHT's length for this contraction (0 without one), and the length of the vectors a tile holds.
   int rht_n() const { return spec.rht ? rht_length((k() + 15) / 16 * 16, spec.rht) : 0; }
   int vector_length() const { return rht_n() > spec.block() ? rht_n() : spec.block(); }
-  int64_t num_groups() const {
-    return spec.outer == OuterKind::row ? batch * out_rows() : spec.outer == OuterKind::expert ? batch : 1;
-  }
+  int64_t num_groups() const { return spec.outer == OuterKind::row ? batch * out_rows() : spec.outer == OuterKind::expert ? batch : 1; }
 };
 
-// The largest finite magnitude of each outer group, after the RHT; `amax` has num_groups() zeros. outer_* , codes, scales are not read.
+// The largest finite magnitude of each outer group, after the RHT; `amax` has num_groups() zeros. outer_* , codes,
+// scales are not read.
 void amax(const QuantizeArgs& args, float* amax, const Parallel& parallel);
 void quantize(const QuantizeArgs& args, const Parallel& parallel);
 

@@ -9,9 +9,9 @@
 #endif
 
 // Vectors of kLanes floats or uint32s, for whichever instruction set this file is compiled for (FP4EXT_ISA names its
-// namespace, see isa.h). GCC's and Clang's vector extension carries the arithmetic; only what it says badly has intrinsics.
-// The types are structs, so that the numerics templates find these operators by their namespace and each instruction set
-// instantiates its own code.
+// namespace, see isa.h). GCC's and Clang's vector extension carries the arithmetic; only what it says badly has
+// intrinsics. The types are structs, so that the numerics templates find these operators by their namespace and each
+// instruction set instantiates its own code.
 namespace fp4ext::cpu::FP4EXT_ISA {
 
 // The scalar overloads of host_device.h, beside those for vectors below.
@@ -45,7 +45,9 @@ struct VF {
   RawF v;
   VF() = default;
   FP4_HD VF(RawF f) : v(f) {}
-  FP4_HD VF(float f) { for (int i = 0; i < kLanes; ++i) v[i] = f; }  // not RawF{} + f, which would lose the sign of -0
+  FP4_HD VF(float f) {
+    for (int i = 0; i < kLanes; ++i) v[i] = f;
+  }  // not RawF{} + f, which would lose the sign of -0
 };
 
 #define FP4EXT_BINARY(T, op) \
@@ -69,7 +71,8 @@ FP4EXT_COMPARE(VF, >)
 FP4EXT_COMPARE(VF, >=)
 FP4EXT_COMPARE(VF, ==)
 #undef FP4EXT_COMPARE
-// As signed numbers, which AVX2 has in one instruction: everything the numerics compare (magnitudes, codes) is below 2^31.
+// As signed numbers, which AVX2 has in one instruction: everything the numerics compare (magnitudes, codes) is below
+// 2^31.
 #define FP4EXT_COMPARE(op) \
   FP4_HD VMask operator op(VU a, VU b) { return VMask{RawI(RawI(a.v) op RawI(b.v))}; }
 FP4EXT_COMPARE(<)
@@ -161,8 +164,10 @@ typedef float LooseF __attribute__((vector_size(kLanes * 4), aligned(1), may_ali
 typedef uint32_t LooseU __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 template <class V, class T>
 FP4_HD V load(const T* p) {
-  if constexpr (std::is_same_v<V, VF>) return VF(RawF(*reinterpret_cast<const LooseF*>(p)));
-  else return VU(RawU(*reinterpret_cast<const LooseU*>(p)));
+  if constexpr (std::is_same_v<V, VF>)
+    return VF(RawF(*reinterpret_cast<const LooseF*>(p)));
+  else
+    return VU(RawU(*reinterpret_cast<const LooseU*>(p)));
 }
 FP4_HD void store(void* p, VF x) { *reinterpret_cast<LooseF*>(p) = x.v; }
 FP4_HD void store(void* p, VU x) { *reinterpret_cast<LooseU*>(p) = x.v; }

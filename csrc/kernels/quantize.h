@@ -7,7 +7,8 @@
 // Launchers are torch-free: raw pointers, sizes, a stream. They check nothing but the launch.
 namespace fp4ext::kernels {
 
-// Quantizes the rows of x [rows, cols], bf16 bits, cols a multiple of the block, by a spec without tiles, RHT or eden; outer scales as in cpu/quantize.h.
+// Quantizes the rows of x [rows, cols], bf16 bits, cols a multiple of the block, by a spec without tiles, RHT or eden;
+// outer scales as in cpu/quantize.h.
 struct QuantizeRowsArgs {
   const uint16_t* x;
   int64_t rows, cols;

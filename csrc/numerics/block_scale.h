@@ -6,7 +6,8 @@
 //
 // With S_dec the outer scale, a block whose scale byte is s encodes x as E2M1(x·enc(s)) and decodes q as q·dec(s):
 //   dec(s) = fl(float(s)·S_dec),  enc(s) = min(1/dec(s), FLT_MAX).
-// The near-equivalents are wrong: enc = S_enc/s changes 2.0e-4 of the codes, (a/6)·S_enc in rule amax 2.3e-4 of the scales.
+// The near-equivalents are wrong: enc = S_enc/s changes 2.0e-4 of the codes, (a/6)·S_enc in rule amax 2.3e-4 of the
+// scales.
 namespace fp4ext {
 
 enum class ScaleRule { amax, four_over_six, four_over_six_mae, four_over_six_absmax, sweep, minvar, ceil, floor };
@@ -39,8 +40,9 @@ FP4_HD Outer<float> eden_outer_scale(float A, bool pow2) {
   const float dec = A == 0.0f ? 1.0f : A / static_cast<float>(255.99 * kEdenValMax);
   return {0.0f, pow2 ? power_of_two_up(dec) : dec};  // eden_scale never asks for S_enc
 }
-// With rule sweep S is 1.0067 on average (rounding to nearest shrinks); decoding with an outer scale that much larger leaves the stored scales near
-// the grid points they came from, where rounding them stochastically costs least: 7.15e-3 of error instead of 7.32e-3.
+// With rule sweep S is 1.0067 on average (rounding to nearest shrinks); decoding with an outer scale that much larger
+// leaves the stored scales near the grid points they came from, where rounding them stochastically costs least: 7.15e-3
+// of error instead of 7.32e-3.
 FP4_HD float eden_gain(ScaleRule rule) { return rule == ScaleRule::sweep ? 1.0067f : 1.0f; }
 
 template <class F>
@@ -60,19 +62,26 @@ FP4_HD F encode_multiplier(F decode) {
 // The errors by which candidates are compared, accumulated in index order.
 struct SquaredError {
   template <class F>
-  static FP4_HD F add(F sum, F d) { return sum + d * d; }
+  static FP4_HD F add(F sum, F d) {
+    return sum + d * d;
+  }
 };
 struct AbsoluteError {
   template <class F>
-  static FP4_HD F add(F sum, F d) { return sum + abs_of(d); }
+  static FP4_HD F add(F sum, F d) {
+    return sum + abs_of(d);
+  }
 };
 struct MaximumError {
   template <class F>
-  static FP4_HD F add(F sum, F d) { return max_of(abs_of(d), sum); }
+  static FP4_HD F add(F sum, F d) {
+    return max_of(abs_of(d), sum);
+  }
 };
 
-// The errors of a block, given as magnitudes, under each of C candidate scale bytes. Signs never matter: x and its code have the same. The sums
-// are chains of additions in index order; side by side, the candidates hide each other's latency.
+// The errors of a block, given as magnitudes, under each of C candidate scale bytes. Signs never matter: x and its code
+// have the same. The sums are chains of additions in index order; side by side, the candidates hide each other's
+// latency.
 template <class Error, int N, int C, class F>
 FP4_HD void nearest_errors(const F* magnitude, const UintOf<F>* s, F S_dec, F* error) {
   F dec[C], enc[C];
@@ -94,7 +103,8 @@ FP4_HD F stochastic_variance(const F* magnitude, UintOf<F> s, F S_dec) {
   FP4_UNROLL
   for (int i = 0; i < N; ++i) {
     const F y = min_of(magnitude[i] * enc, constant<F>(6.0f));
-    // y lies between its nearest neighbour and the next code on the other side; where they coincide the product is 0 either way.
+    // y lies between its nearest neighbour and the next code on the other side; where they coincide the product is 0
+    // either way.
     const U code = E2M1::encode(y);
     const F near = E2M1::decode(code);
     const auto above = near > y;
@@ -135,7 +145,7 @@ FP4_HD UintOf<F> choose_scale(const F* magnitude, F a, Outer<F> outer) {
       }
     } else {
       using Error = std::conditional_t<rule == ScaleRule::four_over_six_mae, AbsoluteError,
-                    std::conditional_t<rule == ScaleRule::four_over_six_absmax, MaximumError, SquaredError>>;
+                                       std::conditional_t<rule == ScaleRule::four_over_six_absmax, MaximumError, SquaredError>>;
       s[0] = E4M3::encode(min_of(b, limit));
       s[1] = E4M3::encode(min_of(b * constant<F>(1.5f), limit));
       nearest_errors<Error, N, C>(magnitude, s, outer.dec, error);

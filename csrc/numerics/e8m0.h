@@ -13,7 +13,8 @@ FP4_HD auto decode_e8m0(U byte) {
   return as_float(select(byte == U(kE8M0NaN), U(0x7fc00000u), u));
 }
 
-// 2^(127-byte), what an element is multiplied by. From the bits: a division would be exact too, but slower. Byte 254 gives a subnormal.
+// 2^(127-byte), what an element is multiplied by. From the bits: a division would be exact too, but slower. Byte 254
+// gives a subnormal.
 template <class U>
 FP4_HD auto encode_multiplier_e8m0(U byte) {
   const U power = U(254u) - byte;
@@ -24,7 +25,7 @@ FP4_HD auto encode_multiplier_e8m0(U byte) {
 template <class Element>
 struct MXLimits {
   static constexpr int kMaxExponent = static_cast<int>(Element::kMaxCode >> (23 - Element::kDropped)) +
-                                      static_cast<int>(Element::kMinNormalBits >> 23) - 127 - 1;  // floor(log2 max)
+                                      static_cast<int>(Element::kMinNormalBits >> 23) - 127 - 1;                      // floor(log2 max)
   static constexpr int kMinPower = static_cast<int>(Element::kMinNormalBits >> 23) - 127 - (23 - Element::kDropped);  // log2 min
   static constexpr uint32_t kLowest = 127 - 126 - kMinPower;
   static constexpr uint32_t kHighest = 127 + 127 - kMaxExponent;

@@ -1,11 +1,13 @@
 #pragma once
 #include "philox.h"
 
-// The random Hadamard transform (docs/numerics.md, 6): r = H·D·x / sqrt(n), one stage; twice with fresh signs, two stages. It spreads an
-// outlier over n elements; both operands of a GEMM take the same one, and it cancels. The order of the butterflies fixes the bits.
+// The random Hadamard transform (docs/numerics.md, 6): r = H·D·x / sqrt(n), one stage; twice with fresh signs, two
+// stages. It spreads an outlier over n elements; both operands of a GEMM take the same one, and it cancels. The order
+// of the butterflies fixes the bits.
 //
-// Signs alone leave a lone outlier on a lattice, all its images multiples of one number, and a quantizer that fits its scale to the lattice is biased. So the first
-// butterfly of the second stage turns its pairs by eight fixed angles instead of 45 degrees: as orthogonal, and the lattice is gone.
+// Signs alone leave a lone outlier on a lattice, all its images multiples of one number, and a quantizer that fits its
+// scale to the lattice is biased. So the first butterfly of the second stage turns its pairs by eight fixed angles
+// instead of 45 degrees: as orthogonal, and the lattice is gone.
 namespace fp4ext {
 
 inline constexpr int kMaxRht = 128;
@@ -29,7 +31,8 @@ struct Turn {
   float c, s;
 };
 FP4_HD Turn rht_turn(int j) {
-  constexpr Turn kTurns[8] = {{1.3289261f, 0.48368952f}, {1.2710867f, 0.6199504f}, {1.1993212f, 0.74941903f}, {1.1144155f, 0.8706768f}, {1.0173001f, 0.9823953f}, {0.90903896f, 1.0833504f}, {0.7908182f, 1.1724362f}, {0.66393304f, 1.2486764f}};
+  constexpr Turn kTurns[8] = {{1.3289261f, 0.48368952f}, {1.2710867f, 0.6199504f},  {1.1993212f, 0.74941903f}, {1.1144155f, 0.8706768f},
+                              {1.0173001f, 0.9823953f},  {0.90903896f, 1.0833504f}, {0.7908182f, 1.1724362f},  {0.66393304f, 1.2486764f}};
   return kTurns[j % 8];
 }
 

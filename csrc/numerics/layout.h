@@ -1,7 +1,8 @@
 #pragma once
 #include "host_device.h"
 
-// Where the tensor cores want the block scales (docs/numerics.md, 10): atoms of 128 rows × 4 block columns, 512 bytes each.
+// Where the tensor cores want the block scales (docs/numerics.md, 10): atoms of 128 rows × 4 block columns, 512 bytes
+// each.
 namespace fp4ext {
 
 FP4_HD int64_t padded_rows(int64_t rows) { return (rows + 127) / 128 * 128; }

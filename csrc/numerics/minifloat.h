@@ -3,17 +3,18 @@
 
 // The element formats E2M1, E4M3 and E5M2 (docs/numerics.md, 1): one idea, three sets of constants.
 //
-// A minifloat with m mantissa bits has steps of 2^(e-m) in the binade of 2^e, and of 2^(e_min-m) all the way down from its smallest normal value
-// 2^e_min. Adding M = 2^(e-m+23), e >= e_min, makes fp32's own rounding round to that grid, ties to even, and leaves the number of steps in the low bits of the sum:
+// A minifloat with m mantissa bits has steps of 2^(e-m) in the binade of 2^e, and of 2^(e_min-m) all the way down from
+// its smallest normal value 2^e_min. Adding M = 2^(e-m+23), e >= e_min, makes fp32's own rounding round to that grid,
+// ties to even, and leaves the number of steps in the low bits of the sum:
 //   value = (v + M) - M,   code = bits(v + M) - bits(M) + 2^m·(e - e_min).
 // Everything here works on magnitudes >= 0; `signed_code` and `signed_value` put the sign around it.
 namespace fp4ext {
 
 template <int kMantissaBits, int kMinExponent, uint32_t kMaxCodeValue, int kBitsValue>
 struct Minifloat {
-  static constexpr int kBits = kBitsValue;                // of a code, sign included
-  static constexpr int kDropped = 23 - kMantissaBits;     // fp32 mantissa bits that the format lacks
-  static constexpr uint32_t kMaxCode = kMaxCodeValue;     // of a magnitude: the largest finite one
+  static constexpr int kBits = kBitsValue;             // of a code, sign included
+  static constexpr int kDropped = 23 - kMantissaBits;  // fp32 mantissa bits that the format lacks
+  static constexpr uint32_t kMaxCode = kMaxCodeValue;  // of a magnitude: the largest finite one
   static constexpr uint32_t kSignCode = 1u << (kBits - 1);
   static constexpr uint32_t kMinNormalBits = static_cast<uint32_t>(127 + kMinExponent) << 23;
   static constexpr uint32_t kMinNormalCode = 1u << kMantissaBits;
@@ -62,8 +63,9 @@ struct Minifloat {
     return nearest + select((decode(nearest) < v) & (nearest < U(kMaxCode)), U(1u), U(0u));
   }
 
-  // Stochastic, from 16 random bits r: up with the probability of the fraction, to within 2^-17. The noise stands at the top of the
-  // dropped bits with a half bin below, so that granularity itself has no bias and no carry ever moves a representable value.
+  // Stochastic, from 16 random bits r: up with the probability of the fraction, to within 2^-17. The noise stands at
+  // the top of the dropped bits with a half bin below, so that granularity itself has no bias and no carry ever moves a
+  // representable value.
   template <class F>
   static FP4_HD UintOf<F> encode_stochastic(F v, UintOf<F> r) {
     using U = UintOf<F>;
@@ -88,9 +90,9 @@ struct Minifloat {
 };
 
 //                     m  e_min max code bits
-using E2M1 = Minifloat<1, 0, 7, 4>;          // 6
-using E4M3 = Minifloat<3, -6, 0x7e, 8>;      // 448; 0x7f is NaN
-using E5M2 = Minifloat<2, -14, 0x7b, 8>;     // 57344; 0x7c is infinity
+using E2M1 = Minifloat<1, 0, 7, 4>;       // 6
+using E4M3 = Minifloat<3, -6, 0x7e, 8>;   // 448; 0x7f is NaN
+using E5M2 = Minifloat<2, -14, 0x7b, 8>;  // 57344; 0x7c is infinity
 
 inline constexpr uint32_t kE4M3NaN = 0x7f;
 

@@ -1,8 +1,9 @@
 #pragma once
 #include "host_device.h"
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11): four words that depend on a counter and a key, and on nothing
-// else: not on a thread, a tile or a history. Here the counter is the logical place of an element (docs/numerics.md, 5).
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11): four words that depend on a
+// counter and a key, and on nothing else: not on a thread, a tile or a history. Here the counter is the logical place
+// of an element (docs/numerics.md, 5).
 namespace fp4ext {
 
 struct PhiloxKey {

@@ -68,9 +68,11 @@ inline void check_dtype(const char* name, const Tensor& t, ScalarType wanted) {
   STD_TORCH_CHECK(t.scalar_type() == wanted, name, " is ", name_of(t.scalar_type()), "; accepted: ", name_of(wanted));
 }
 
-// Codes and scales are bytes to an op; fp4ext/ops.py views them as torch's 8-bit float types, which few torch functions know.
+// Codes and scales are bytes to an op; fp4ext/ops.py views them as torch's 8-bit float types, which few torch functions
+// know.
 inline void check_bytes(const char* name, const Tensor& t) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte, name, " is ", name_of(t.scalar_type()), "; accepted: uint8 (the bytes of an 8-bit float: x.view(torch.uint8))");
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte, name, " is ", name_of(t.scalar_type()),
+                  "; accepted: uint8 (the bytes of an 8-bit float: x.view(torch.uint8))");
 }
 
 inline void check_sizes(const char* name, const Tensor& t, const Sizes& wanted) {

@@ -7,7 +7,8 @@
 namespace fp4ext {
 namespace {
 
-Tensor dequantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, std::string format, int64_t k, std::string out_dtype) {
+Tensor dequantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, std::string format, int64_t k,
+                  std::string out_dtype) {
   const FormatId f = parse_format(format);
   const ScalarType dtype = parse_dtype("out_dtype", out_dtype);
   const int64_t block = block_of(f), padded = (k + block - 1) / block * block;
@@ -15,8 +16,8 @@ Tensor dequantize(const Tensor& codes, const Tensor& scales, const Tensor& globa
   check_bytes("scales", scales);
   STD_TORCH_CHECK(codes.dim() >= 1, "codes has no dimensions; accepted: at least 1");
   Sizes sizes = sizes_of(codes);
-  STD_TORCH_CHECK(k >= 0 && sizes.back() == padded / codes_per_byte(f), "codes has shape ", describe(sizes), "; accepted for k=", k, ": [.., ",
-                  padded / codes_per_byte(f), "]");
+  STD_TORCH_CHECK(k >= 0 && sizes.back() == padded / codes_per_byte(f), "codes has shape ", describe(sizes), "; accepted for k=", k,
+                  ": [.., ", padded / codes_per_byte(f), "]");
   sizes.back() = padded / block;
   check_sizes("scales", scales, sizes);
   sizes.back() = k;

@@ -57,7 +57,8 @@ Input check_input(const std::string& side, const Tensor& codes, const std::optio
   o.k_stored = sizes.back() * (f.elem == Elem::e2m1 ? 2 : 1);
 
   if (f.block) {
-    STD_TORCH_CHECK(o.k_stored % f.block == 0, codes_name, " stores ", o.k_stored, " elements a row; accepted for ", format, ": a multiple of ", f.block);
+    STD_TORCH_CHECK(o.k_stored % f.block == 0, codes_name, " stores ", o.k_stored, " elements a row; accepted for ", format,
+                    ": a multiple of ", f.block);
     STD_TORCH_CHECK(scales.has_value(), scales_name, " is None; accepted for ", format, ": ", name_of(f.scales), " [.., K/", f.block, "]");
     check_dtype(scales_name.c_str(), *scales, f.scales);
     sizes.back() = o.k_stored / f.block;
@@ -71,8 +72,8 @@ Input check_input(const std::string& side, const Tensor& codes, const std::optio
   if (global.has_value() && global->numel() > 0) {
     check_dtype(global_name.c_str(), *global, ScalarType::Float);
     const int64_t n = global->numel();
-    STD_TORCH_CHECK(n == 1 || n == o.rows, global_name, " has shape ", describe(sizes_of(*global)), "; accepted: one value, or [.., 1] with one a row of ",
-                    o.rows);
+    STD_TORCH_CHECK(n == 1 || n == o.rows, global_name, " has shape ", describe(sizes_of(*global)),
+                    "; accepted: one value, or [.., 1] with one a row of ", o.rows);
     in.global = torch::stable::contiguous(*global);
     o.global = static_cast<const float*>(in.global->data_ptr());
     o.global_stride = n == 1 ? 0 : 1;
@@ -82,8 +83,8 @@ Input check_input(const std::string& side, const Tensor& codes, const std::optio
   return in;
 }
 
-// How far the operands are contracted. Each stores K rounded up to its block, so that the shorter holds all of K; lengths that no one K
-// could have given are refused. (Python compares the logical K, which it knows.)
+// How far the operands are contracted. Each stores K rounded up to its block, so that the shorter holds all of K;
+// lengths that no one K could have given are refused. (Python compares the logical K, which it knows.)
 int64_t contraction(const cpu::Operand& x, const cpu::Operand& w) {
   const int64_t x_least = x.block ? x.k_stored - x.block + 1 : x.k_stored, w_least = w.block ? w.k_stored - w.block + 1 : w.k_stored;
   STD_TORCH_CHECK(x_least <= w.k_stored && w_least <= x.k_stored, "x_codes stores ", x.k_stored, " elements a row and w_codes ", w.k_stored,
@@ -91,9 +92,9 @@ int64_t contraction(const cpu::Operand& x, const cpu::Operand& w) {
   return std::min(x.k_stored, w.k_stored);
 }
 
-Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format, const Tensor& w_codes,
-            std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format, std::optional<Tensor> bias, std::string out_dtype,
-            std::string accumulate, std::string backend) {
+Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format,
+            const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format,
+            std::optional<Tensor> bias, std::string out_dtype, std::string accumulate, std::string backend) {
   const Input x = check_input("x", x_codes, x_scales, x_global, x_format);
   const Input w = check_input("w", w_codes, w_scales, w_global, w_format);
   const int64_t k = contraction(x.operand, w.operand), n = w.operand.rows;
@@ -114,7 +115,8 @@ Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional
   Sizes sizes = sizes_of(x_codes);
   sizes.back() = n;
   Tensor y = torch::stable::new_empty(x_codes, sizes, y_bf16 ? ScalarType::BFloat16 : ScalarType::Float);
-  cpu::gemm(x.operand, w.operand, k, bias_fp32 ? static_cast<const float*>(bias_fp32->data_ptr()) : nullptr, y.data_ptr(), y_bf16, torch_threads());
+  cpu::gemm(x.operand, w.operand, k, bias_fp32 ? static_cast<const float*>(bias_fp32->data_ptr()) : nullptr, y.data_ptr(), y_bf16,
+            torch_threads());
   return y;
 }
 

@@ -5,8 +5,8 @@
 
 #include "../numerics/spec.h"
 
-// From the strings that cross a schema to the enums of C++. Python's Spec (fp4ext/spec.py) has refused what the law refuses; these
-// checks are for callers of torch.ops.fp4ext.
+// From the strings that cross a schema to the enums of C++. Python's Spec (fp4ext/spec.py) has refused what the law
+// refuses; these checks are for callers of torch.ops.fp4ext.
 namespace fp4ext {
 
 template <class T>
@@ -26,22 +26,29 @@ T choose(const char* what, const std::string& name, const Choice<T> (&choices)[N
 }
 
 inline FormatId parse_format(const std::string& name) {
-  static constexpr Choice<FormatId> kFormats[] = {{"nvfp4", FormatId::nvfp4}, {"mxfp8", FormatId::mxfp8},
-                                                  {"mxfp8_e5m2", FormatId::mxfp8_e5m2}, {"mxfp4", FormatId::mxfp4}};
+  static constexpr Choice<FormatId> kFormats[] = {
+      {"nvfp4", FormatId::nvfp4}, {"mxfp8", FormatId::mxfp8}, {"mxfp8_e5m2", FormatId::mxfp8_e5m2}, {"mxfp4", FormatId::mxfp4}};
   return choose("format", name, kFormats);
 }
 
 inline QuantizeSpec parse_spec(const std::string& key) {
-  static constexpr Choice<ScaleRule> kScales[] = {
-      {"amax", ScaleRule::amax}, {"four_over_six", ScaleRule::four_over_six}, {"four_over_six_mae", ScaleRule::four_over_six_mae},
-      {"four_over_six_absmax", ScaleRule::four_over_six_absmax}, {"sweep", ScaleRule::sweep}, {"minvar", ScaleRule::minvar},
-      {"ceil", ScaleRule::ceil}, {"floor", ScaleRule::floor}};
+  static constexpr Choice<ScaleRule> kScales[] = {{"amax", ScaleRule::amax},
+                                                  {"four_over_six", ScaleRule::four_over_six},
+                                                  {"four_over_six_mae", ScaleRule::four_over_six_mae},
+                                                  {"four_over_six_absmax", ScaleRule::four_over_six_absmax},
+                                                  {"sweep", ScaleRule::sweep},
+                                                  {"minvar", ScaleRule::minvar},
+                                                  {"ceil", ScaleRule::ceil},
+                                                  {"floor", ScaleRule::floor}};
   static constexpr Choice<Rounding> kRoundings[] = {
       {"nearest", Rounding::nearest}, {"stochastic", Rounding::stochastic}, {"eden", Rounding::eden}};
   static constexpr Choice<bool> kBlocks[] = {{"1x16", false}, {"16x16", true}, {"1x32", false}};
-  static constexpr Choice<OuterKind> kOuters[] = {{"tensor", OuterKind::tensor}, {"pow2", OuterKind::pow2}, {"row", OuterKind::row},
-                                                  {"expert", OuterKind::expert}, {"none", OuterKind::none}};
-  static constexpr Choice<int> kRhts[] = {{"none", 0}, {"16", 16}, {"32", 32}, {"64", 64}, {"128", 128},
+  static constexpr Choice<OuterKind> kOuters[] = {{"tensor", OuterKind::tensor},
+                                                  {"pow2", OuterKind::pow2},
+                                                  {"row", OuterKind::row},
+                                                  {"expert", OuterKind::expert},
+                                                  {"none", OuterKind::none}};
+  static constexpr Choice<int> kRhts[] = {{"none", 0},  {"16", 16},   {"32", 32},   {"64", 64},    {"128", 128},
                                           {"16x2", 16}, {"32x2", 32}, {"64x2", 64}, {"128x2", 128}};
   std::string part[6];
   size_t begin = 0;
@@ -61,16 +68,18 @@ inline QuantizeSpec parse_spec(const std::string& key) {
   s.rht_stages = part[5].find('x') == std::string::npos ? 1 : 2;
 
   const bool nvfp4 = s.format == FormatId::nvfp4, power_rule = s.scale == ScaleRule::ceil || s.scale == ScaleRule::floor;
-  STD_TORCH_CHECK(nvfp4 != power_rule && nvfp4 == (part[3] != "1x32") && nvfp4 == (s.outer != OuterKind::none),
-                  "spec '", key, "': scale rule, block or outer scale does not belong to the format");
+  STD_TORCH_CHECK(nvfp4 != power_rule && nvfp4 == (part[3] != "1x32") && nvfp4 == (s.outer != OuterKind::none), "spec '", key,
+                  "': scale rule, block or outer scale does not belong to the format");
   if (s.rounding == Rounding::stochastic)
     STD_TORCH_CHECK(s.scale == ScaleRule::amax || s.scale == ScaleRule::minvar || s.scale == ScaleRule::ceil, "spec '", key,
                     "': stochastic rounding is biased with this scale rule; accepted: amax, minvar, ceil");
   if (s.rounding == Rounding::eden)
     STD_TORCH_CHECK(nvfp4 && s.rht && (s.scale == ScaleRule::amax || s.scale == ScaleRule::sweep), "spec '", key,
                     "': eden rounding needs nvfp4, an rht, and the scale rule amax or sweep");
-  STD_TORCH_CHECK(!s.tile || (s.rounding != Rounding::eden && !s.rht), "spec '", key, "': 16x16 blocks take neither eden rounding nor an rht");
-  STD_TORCH_CHECK(!s.tile || s.outer != OuterKind::row, "spec '", key, "': a 16x16 tile has one scale for 16 rows; accepted outer scales: tensor, pow2, expert");
+  STD_TORCH_CHECK(!s.tile || (s.rounding != Rounding::eden && !s.rht), "spec '", key,
+                  "': 16x16 blocks take neither eden rounding nor an rht");
+  STD_TORCH_CHECK(!s.tile || s.outer != OuterKind::row, "spec '", key,
+                  "': a 16x16 tile has one scale for 16 rows; accepted outer scales: tensor, pow2, expert");
   return s;
 }
 

@@ -22,8 +22,10 @@ Rng read_rng(const optional<Tensor>& rng, bool needed) {
   const Tensor dense = torch::stable::contiguous(*rng);
   const auto* p = static_cast<const int64_t*>(dense.data_ptr());
   const bool shard = rng->size(0) == 4;
-  return {{static_cast<uint32_t>(p[0]), static_cast<uint32_t>(static_cast<uint64_t>(p[0]) >> 32)}, static_cast<uint32_t>(p[1]),
-          shard ? static_cast<uint32_t>(p[2]) : 0, shard ? static_cast<uint32_t>(p[3]) : 0};
+  return {{static_cast<uint32_t>(p[0]), static_cast<uint32_t>(static_cast<uint64_t>(p[0]) >> 32)},
+          static_cast<uint32_t>(p[1]),
+          shard ? static_cast<uint32_t>(p[2]) : 0,
+          shard ? static_cast<uint32_t>(p[3]) : 0};
 }
 
 // One direction of one quantization; holds what the pointers in `args` point to.
@@ -36,10 +38,12 @@ struct Job {
   Job(const Tensor& input, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role) : sizes(sizes_of(input)) {
     args.dtype = check_float("x", input);
     args.spec = parse_spec(key);
-    STD_TORCH_CHECK(axis == -1 || axis == -2, "axis is ", axis, "; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)");
+    STD_TORCH_CHECK(axis == -1 || axis == -2, "axis is ", axis,
+                    "; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)");
     const size_t dim = sizes.size(), least = axis == -2 ? 2 : 1;
     STD_TORCH_CHECK(dim >= least, "x has ", dim, " dimensions; accepted: at least ", least, " with axis=", axis);
-    STD_TORCH_CHECK(args.spec.outer != OuterKind::expert || dim == 3, "x has ", dim, " dimensions; accepted with outer='expert': 3, [experts, rows, K]");
+    STD_TORCH_CHECK(args.spec.outer != OuterKind::expert || dim == 3, "x has ", dim,
+                    " dimensions; accepted with outer='expert': 3, [experts, rows, K]");
     STD_TORCH_CHECK(role >= 0 && role <= 2, "role is ", role, "; accepted: 0 (x), 1 (w), 2 (dy)");
     args.rng = read_rng(rng, args.spec.rounding != Rounding::nearest || args.spec.rht);
     args.colwise = axis == -2;
@@ -117,14 +121,16 @@ Result run(Job& job, const optional<Tensor>& amax) {
   return {codes, scales, global};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng, int64_t role, optional<Tensor> amax) {
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng, int64_t role,
+                                            optional<Tensor> amax) {
   Job job(x, spec, axis, rng, role);
   auto r = run(job, amax);
   return {r.codes, r.scales, r.global};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const Tensor& x, string row_spec, string col_spec, optional<Tensor> row_rng,
-                                                                          optional<Tensor> col_rng, int64_t role) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const Tensor& x, string row_spec, string col_spec,
+                                                                           optional<Tensor> row_rng, optional<Tensor> col_rng,
+                                                                           int64_t role) {
   Job row(x, row_spec, -1, row_rng, role), col(x, col_spec, -2, col_rng, role);
   auto r = run(row, {}), c = run(col, {});
   return {r.codes, r.scales, r.global, c.codes, c.scales, c.global};

@@ -35,8 +35,8 @@ Tensor unswizzle(const Tensor& swizzled, int64_t rows, int64_t columns) {
   Sizes sizes = sizes_of(swizzled);
   STD_TORCH_CHECK(rows >= 0 && columns >= 0, "rows and columns are ", rows, " and ", columns, "; accepted: 0 or more");
   const int64_t size = padded_rows(rows) * padded_columns(columns);
-  STD_TORCH_CHECK(!sizes.empty() && sizes.back() == size, "swizzled has shape ", describe(sizes), "; accepted for ", rows, " rows and ", columns,
-                  " blocks: [.., ", size, "]");
+  STD_TORCH_CHECK(!sizes.empty() && sizes.back() == size, "swizzled has shape ", describe(sizes), "; accepted for ", rows, " rows and ",
+                  columns, " blocks: [.., ", size, "]");
   const int64_t stack = product(sizes, 0, sizes.size() - 1);
   sizes.back() = rows;
   sizes.push_back(columns);

@@ -23,9 +23,10 @@ KINDS = (
 def generate(kind: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor of that kind.
 
-    gaussian, student_t3: N(0, 1) and Student's t with 3 degrees of freedom. outliers30, outliers100: 1/128 of N(0, 1) times 30 or 100. one_hot:
-    one nonzero in 64. integers: -6..6, exact in every format. wide: exponents spread over 2^24. tiny: around 1e-39. huge: around 1e38.
-    zeros: zero blocks of both signs among others. nonfinite: NaN and infinities in some blocks.
+    gaussian, student_t3: N(0, 1) and Student's t with 3 degrees of freedom. outliers30, outliers100: 1/128 of N(0, 1)
+    times 30 or 100. one_hot: one nonzero in 64. integers: -6..6, exact in every format. wide: exponents spread over
+    2^24. tiny: around 1e-39. huge: around 1e38. zeros: zero blocks of both signs among others. nonfinite: NaN and
+    infinities in some blocks.
     """
     g = torch.Generator().manual_seed(seed)
     normal = torch.randn(shape, generator=g)

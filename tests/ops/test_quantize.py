@@ -70,8 +70,18 @@ def test_every_spec_equals_the_reference(spec):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_kind_of_data(kind, dtype):
     x = generate(kind, 48, 128, seed=5, dtype=dtype)
-    for key in ("nvfp4", "nvfp4/sweep", "nvfp4/four_over_six/nearest/16x16", "nvfp4/minvar/stochastic", "nvfp4/sweep/eden/1x16/tensor/128x2",
-                "nvfp4/amax/eden/1x16/row/128", "nvfp4/amax/stochastic/16x16/pow2", "mxfp8", "mxfp8_e5m2/floor", "mxfp4/ceil/stochastic"):
+    for key in (
+        "nvfp4",
+        "nvfp4/sweep",
+        "nvfp4/four_over_six/nearest/16x16",
+        "nvfp4/minvar/stochastic",
+        "nvfp4/sweep/eden/1x16/tensor/128x2",
+        "nvfp4/amax/eden/1x16/row/128",
+        "nvfp4/amax/stochastic/16x16/pow2",
+        "mxfp8",
+        "mxfp8_e5m2/floor",
+        "mxfp4/ceil/stochastic",
+    ):
         for axis in (-1, -2):
             check(x, Spec.parse(key), axis)
 
@@ -118,7 +128,16 @@ def test_threads_do_not_matter(key):
             assert_same_quantized(b, a, key)
 
 
-@pytest.mark.parametrize("key", ["nvfp4", "nvfp4/four_over_six/nearest/16x16", "nvfp4/amax/stochastic", "nvfp4/sweep/eden/1x16/tensor/128x2", "mxfp4"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "nvfp4",
+        "nvfp4/four_over_six/nearest/16x16",
+        "nvfp4/amax/stochastic",
+        "nvfp4/sweep/eden/1x16/tensor/128x2",
+        "mxfp4",
+    ],
+)
 def test_rowcol_is_both_directions(key, isa):
     x = generate("student_t3", 96, 160, dtype=torch.bfloat16)
     key = Spec.parse(key).key
@@ -129,7 +148,7 @@ def test_rowcol_is_both_directions(key, isa):
 
 @pytest.mark.parametrize("n", [64, 96, 128, 192, 256, 384])
 def test_square_sizes_on_both_sides_of_thresholds(n, isa):
-    """Fault 2: nothing changes where a faster path takes over: a block's bytes depend on the block and the outer scale alone."""
+    """Fault 2: a block's bytes depend on the block and the outer scale alone, whichever path takes it."""
     x = generate("gaussian", 384, 384)
     x[0, 0] = 8.0  # the largest, so that every corner has the same outer scale
     spec = Spec("nvfp4", "sweep")
@@ -207,19 +226,37 @@ BAD = {
     "six parts": lambda: fp4ext.ops.quantize(torch.ones(4, 16), "nvfp4"),
     "unknown format 'fp5'": lambda: fp4ext.ops.quantize(torch.ones(4, 16), "fp5/amax/nearest/1x16/tensor/none"),
     "does not belong": lambda: fp4ext.ops.quantize(torch.ones(4, 16), "nvfp4/ceil/nearest/1x16/tensor/none"),
-    "biased with this scale rule": lambda: fp4ext.ops.quantize(torch.ones(4, 16), "nvfp4/sweep/stochastic/1x16/tensor/none", -1, RNG),
+    "biased with this scale rule": lambda: fp4ext.ops.quantize(
+        torch.ones(4, 16), "nvfp4/sweep/stochastic/1x16/tensor/none", -1, RNG
+    ),
     "rng is missing": lambda: fp4ext.ops.quantize(torch.ones(4, 16), Spec(rounding="stochastic").key),
-    "rng has shape [3]": lambda: fp4ext.ops.quantize(torch.ones(4, 16), Spec(rounding="stochastic").key, -1, torch.ones(3, dtype=torch.int64)),
-    "rng is float32": lambda: fp4ext.ops.quantize(torch.ones(4, 16), Spec(rounding="stochastic").key, -1, torch.ones(2)),
+    "rng has shape [3]": lambda: fp4ext.ops.quantize(
+        torch.ones(4, 16), Spec(rounding="stochastic").key, -1, torch.ones(3, dtype=torch.int64)
+    ),
+    "rng is float32": lambda: fp4ext.ops.quantize(
+        torch.ones(4, 16), Spec(rounding="stochastic").key, -1, torch.ones(2)
+    ),
     "axis is 0": lambda: fp4ext.ops.quantize(torch.ones(4, 16), Spec().key, 0),
     "x has 1 dimensions": lambda: fp4ext.ops.quantize(torch.ones(16), Spec().key, -2),
     "amax has shape [2]": lambda: fp4ext.ops.quantize(torch.ones(4, 16), Spec().key, -1, None, 0, torch.ones(2)),
     "with outer='expert': 3": lambda: fp4ext.ops.quantize(torch.ones(4, 16), Spec(outer="expert").key),
     "scales has shape [4, 1]": lambda: fp4ext.ops.dequantize(
-        torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 1).to(torch.float8_e4m3fn), torch.ones(()), "nvfp4", 32, "float32"),
+        torch.zeros(4, 16, dtype=torch.uint8),
+        torch.zeros(4, 1).to(torch.float8_e4m3fn),
+        torch.ones(()),
+        "nvfp4",
+        32,
+        "float32",
+    ),
     "codes has shape [4, 16]": lambda: fp4ext.ops.dequantize(
-        torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 2).to(torch.float8_e4m3fn), torch.ones(()), "nvfp4", 64, "float32"),
-}  # fmt: skip
+        torch.zeros(4, 16, dtype=torch.uint8),
+        torch.zeros(4, 2).to(torch.float8_e4m3fn),
+        torch.ones(()),
+        "nvfp4",
+        64,
+        "float32",
+    ),
+}
 
 
 @pytest.mark.parametrize("message", BAD, ids=lambda m: m)
@@ -229,7 +266,9 @@ def test_refusals_name_the_argument(message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["nvfp4/sweep", "nvfp4/amax/stochastic/1x16/row/16", "mxfp8", "nvfp4/amax/nearest/16x16"])
+@pytest.mark.parametrize(
+    "key", ["nvfp4/sweep", "nvfp4/amax/stochastic/1x16/row/16", "mxfp8", "nvfp4/amax/nearest/16x16"]
+)
 def test_opcheck(key):
     x = torch.randn(24, 40)
     for axis in (-1, -2):

@@ -1,7 +1,8 @@
 #pragma once
 #include "../gemm.h"
 
-// What one instruction set offers to gemm.cpp: the three verbs of a summation order, over panels whose layout only they know.
+// What one instruction set offers to gemm.cpp: the three verbs of a summation order, over panels whose layout only they
+// know.
 namespace fp4ext::cpu {
 
 // Work for the micro-kernel: `rows` rows times `vectors` vectors of columns, over one step of K.
@@ -42,8 +43,8 @@ struct ScaleTable {
 };
 const ScaleTable& scale_table(ScaleElem kind);
 
-// One row of results: y = fl32(double(total)·(g_x·g_w)), then + bias, then the output's rounding. A NaN becomes the canonical one, so that
-// its sign and payload depend on no instruction set.
+// One row of results: y = fl32(double(total)·(g_x·g_w)), then + bias, then the output's rounding. A NaN becomes the
+// canonical one, so that its sign and payload depend on no instruction set.
 struct GemmRow {
   const float* total;
   const double* g_w;  // [columns]

@@ -3,13 +3,16 @@
 
 // Block order: both operands are E2M1, and a block is a dot product of small integers.
 //
-// With a = 2·element of x (-12..12, signed) and u = 2·element of w + 12 (0..24, unsigned), which is what the byte dot products of x86 want,
+// With a = 2·element of x (-12..12, signed) and u = 2·element of w + 12 (0..24, unsigned), which is what the byte dot
+// products of x86 want,
 //   Σ u·a = 4·I + 12·Σa,   so   I·s_x = fma(Σ u·a, s_x/4, -12·Σa·s_x/4)
-// is one fma, exact for E4M3 scales: 13 bits · 4 bits. Then acc = fma(I·s_x, s_w, acc) rounds once, as the law's fma(I, s_x·s_w, acc) does.
-// E8M0 scales may overflow or vanish on the way (2^127·2^-127), so with one of them I = fma(Σ u·a, 1/4, -3·Σa) and s_x·s_w are apart.
+// is one fma, exact for E4M3 scales: 13 bits · 4 bits. Then acc = fma(I·s_x, s_w, acc) rounds once, as the law's fma(I,
+// s_x·s_w, acc) does. E8M0 scales may overflow or vanish on the way (2^127·2^-127), so with one of them I = fma(Σ u·a,
+// 1/4, -3·Σa) and s_x·s_w are apart.
 //
-// Panels. x: a block of `rows` rows is [4][rows] groups of four bytes, then [rows] pairs (multiplier, correction).
-// w: a block of `vectors` vectors of columns is [4][vectors] vectors of bytes, four consecutive k a column, then [vectors] vectors of scales.
+// Panels. x: a block of `rows` rows is [4][rows] groups of four bytes, then [rows] pairs (multiplier, correction). w: a
+// block of `vectors` vectors of columns is [4][vectors] vectors of bytes, four consecutive k a column, then [vectors]
+// vectors of scales.
 namespace fp4ext::cpu::FP4EXT_ISA {
 namespace {
 
@@ -97,8 +100,8 @@ void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k
       const int64_t c = column + (v * kLanes + l < columns ? v * kLanes + l : columns - 1);
       codes[l] = w.row(c) + k0 / 2;
       scales[l] = w.row_scales(c);
-      // What this thread reads next: the rest of the row, or the same lane of the next strip. A few lines of many rows are no pattern
-      // that the hardware sees.
+      // What this thread reads next: the rest of the row, or the same lane of the next strip. A few lines of many rows
+      // are no pattern that the hardware sees.
       ahead[l] = k1 < w.k_stored ? w.row(c) + k1 / 2 : w.row(c + kVectors * kLanes < w.rows ? c + kVectors * kLanes : c);
     }
     VB t[8];

@@ -1,7 +1,8 @@
 #include "gemm.h"
 #include "io.h"
 
-// The end of a GEMM: the global scales in double, so that neither the product of two large ones nor that of two small ones is lost.
+// The end of a GEMM: the global scales in double, so that neither the product of two large ones nor that of two small
+// ones is lost.
 namespace fp4ext::cpu::FP4EXT_ISA {
 namespace {
 

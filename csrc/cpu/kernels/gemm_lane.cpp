@@ -6,13 +6,14 @@
 
 // Lane order: sixteen partial sums over k ≡ l mod 16, each a chain of fmas, then a tree.
 //
-// The law's sixteen lanes are not SIMD lanes here: those are columns, so nothing is ever added across a vector. The chunk is reordered
-// instead. Its panel holds all k of lane 0, then of lane 8, 4, 12, …: sixteen short ordinary GEMMs whose results are the lanes. In
-// bit-reversed order the tree is a binary counter: after lane 0 and 8 comes their sum, after 4 and 12 theirs, then the sum of both, so at
-// most four results wait at a time.
+// The law's sixteen lanes are not SIMD lanes here: those are columns, so nothing is ever added across a vector. The
+// chunk is reordered instead. Its panel holds all k of lane 0, then of lane 8, 4, 12, …: sixteen short ordinary GEMMs
+// whose results are the lanes. In bit-reversed order the tree is a binary counter: after lane 0 and 8 comes their sum,
+// after 4 and 12 theirs, then the sum of both, so at most four results wait at a time.
 //
-// Panels, for each chunk: elements times their scale, in fp32 (exact); x is [16 lanes][k/16][rows], w is [16 lanes][k/16][vectors][kLanes].
-// A cache line of padding after each lane of w keeps sixteen streams of stores out of one set of the cache.
+// Panels, for each chunk: elements times their scale, in fp32 (exact); x is [16 lanes][k/16][rows], w is [16
+// lanes][k/16][vectors][kLanes]. A cache line of padding after each lane of w keeps sixteen streams of stores out of
+// one set of the cache.
 namespace fp4ext::cpu::FP4EXT_ISA {
 namespace {
 
@@ -212,7 +213,8 @@ void multiply(const GemmTile& tile) {
 }  // namespace
 
 const GemmKernel& gemm_lane_kernel() {
-  static constexpr GemmKernel kKernel = {kRows, kLanes, kVectors, kGemmChunk, kWidth * 4, kWidth * 4 + 4, pack_x_any, pack_w_any, multiply<>};
+  static constexpr GemmKernel kKernel = {kRows,          kLanes,     kVectors,   kGemmChunk, kWidth * 4,
+                                         kWidth * 4 + 4, pack_x_any, pack_w_any, multiply<>};
   return kKernel;
 }
 

@@ -18,7 +18,8 @@ typedef uint16_t LooseH __attribute__((vector_size(kLanes * 2), aligned(1), may_
 FP4_HD float to_float(float x) { return x; }
 FP4_HD float to_float(BF16 x) { return as_float(static_cast<uint32_t>(x.u) << 16); }
 FP4_HD float to_float(FP16 x) {
-  // Rebase the exponent by a multiplication, which also normalizes subnormals; infinities and NaNs keep a full exponent.
+  // Rebase the exponent by a multiplication, which also normalizes subnormals; infinities and NaNs keep a full
+  // exponent.
   const uint32_t sign = (x.u & 0x8000u) << 16, magnitude = x.u & 0x7fffu;
   const uint32_t u = magnitude >= 0x7c00u ? (magnitude << 13) | kInfBits : bits(as_float(magnitude << 13) * 0x1p112f);
   return as_float(u | sign);

@@ -69,8 +69,8 @@ FP4_HD VU magnitudes(const VF* t, VF* m) {
   return largest;
 }
 
-// Gathers codes into 32-bit words, the first code lowest: eight 4-bit or four 8-bit ones each. The order is that of the output: for the column-wise
-// copy of a 16×16 tile, element 16·r + c is position r of row c.
+// Gathers codes into 32-bit words, the first code lowest: eight 4-bit or four 8-bit ones each. The order is that of the
+// output: for the column-wise copy of a 16×16 tile, element 16·r + c is position r of row c.
 template <int kBits, bool kTransposed>
 struct Words {
   static constexpr int kPerWord = 32 / kBits;
@@ -115,7 +115,8 @@ FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, VU* words
   return select(poisoned, VU(kE4M3NaN), scale);
 }
 
-// MS-EDEN's correction of the scales of one rotated vector: s·S, S = Σr²/Σr·r̂ over the outer scale's gain, rounded stochastically.
+// MS-EDEN's correction of the scales of one rotated vector: s·S, S = Σr²/Σr·r̂ over the outer scale's gain, rounded
+// stochastically.
 FP4_HD void eden_correct(const VF* t, int n, VF S_dec, float gain, const VU* words, const RandomBits& random, VU* scales) {
   VF energy(0.0f), match(0.0f);
   for (int b = 0; b < n / 16; ++b) {
@@ -146,7 +147,8 @@ void encode_nvfp4(const QuantizeArgs& a, const Lanes& lanes, const VF* t, int le
   if constexpr (rounding == Rounding::stochastic) RandomBits(a, lanes).elements(length, random);
   const int blocks = N == 256 ? 1 : length / 16;
   for (int b = 0; b < blocks; ++b)
-    scales[b] = encode_block<rule, rounding, N, kTransposed>(t + b * N, outer, rounding == Rounding::stochastic ? random + b * N : nullptr, words + b * (N / 8));
+    scales[b] = encode_block<rule, rounding, N, kTransposed>(t + b * N, outer, rounding == Rounding::stochastic ? random + b * N : nullptr,
+                                                             words + b * (N / 8));
   if constexpr (rounding == Rounding::eden) eden_correct(t, length, outer.dec, eden_gain(rule), words, RandomBits(a, lanes), scales);
 }
 
@@ -194,9 +196,11 @@ EncodeTile encoder(const QuantizeSpec& s, bool colwise) {
     case FormatId::nvfp4: break;
   }
   if (s.rounding == Rounding::eden)
-    return s.scale == ScaleRule::sweep ? encode_nvfp4<ScaleRule::sweep, Rounding::eden, 16> : encode_nvfp4<ScaleRule::amax, Rounding::eden, 16>;
+    return s.scale == ScaleRule::sweep ? encode_nvfp4<ScaleRule::sweep, Rounding::eden, 16>
+                                       : encode_nvfp4<ScaleRule::amax, Rounding::eden, 16>;
   if (s.rounding == Rounding::stochastic)
-    return s.scale == ScaleRule::minvar ? nvfp4<ScaleRule::minvar, Rounding::stochastic>(s.tile, colwise) : nvfp4<ScaleRule::amax, Rounding::stochastic>(s.tile, colwise);
+    return s.scale == ScaleRule::minvar ? nvfp4<ScaleRule::minvar, Rounding::stochastic>(s.tile, colwise)
+                                        : nvfp4<ScaleRule::amax, Rounding::stochastic>(s.tile, colwise);
   switch (s.scale) {
     case ScaleRule::four_over_six: return nvfp4<ScaleRule::four_over_six, Rounding::nearest>(s.tile, colwise);
     case ScaleRule::four_over_six_mae: return nvfp4<ScaleRule::four_over_six_mae, Rounding::nearest>(s.tile, colwise);
@@ -234,8 +238,10 @@ void store_tile(const QuantizeArgs& a, const Lanes& lanes, int length, const VU*
   }
   for (int l = 0; l < lanes.valid; ++l) {
     uint8_t* out = a.codes + lanes.code_byte[l];
-    if (num_words == 2) scatter(words, l, 2, out);
-    else scatter(words, l, num_words, out);
+    if (num_words == 2)
+      scatter(words, l, 2, out);
+    else
+      scatter(words, l, num_words, out);
     for (int b = 0; b < num_scales; ++b) a.scales[lanes.scale_byte[l] + b] = static_cast<uint8_t>(scale[b * kLanes + l]);
   }
 }
@@ -273,7 +279,8 @@ void amax_tiles(const QuantizeArgs& args, float* amax, int64_t begin, int64_t en
         std::atomic_ref<float> group(amax[lanes.group[l]]);
         const float mine = as_float(static_cast<uint32_t>(largest.v[l]));
         float seen = group.load(std::memory_order_relaxed);
-        while (seen < mine && !group.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {}
+        while (seen < mine && !group.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {
+        }
       }
     });
   });

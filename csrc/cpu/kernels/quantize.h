@@ -2,13 +2,13 @@
 #include "../quantize.h"
 
 // The kernels that csrc/cpu/quantize.cpp chooses among, once an instruction set.
-#define FP4EXT_DECLARE(isa)                                                                       \
-  namespace fp4ext::cpu::isa {                                                                    \
-  int64_t num_tiles(const QuantizeArgs& args);                                                    \
-  void quantize_tiles(const QuantizeArgs& args, int64_t begin, int64_t end);                      \
-  void amax_tiles(const QuantizeArgs& args, float* amax, int64_t begin, int64_t end);             \
-  float amax_span(const void* x, Dtype dtype, int64_t begin, int64_t end);                        \
-  void dequantize_rows(const DequantizeArgs& args, int64_t begin, int64_t end);                   \
+#define FP4EXT_DECLARE(isa)                                                           \
+  namespace fp4ext::cpu::isa {                                                        \
+  int64_t num_tiles(const QuantizeArgs& args);                                        \
+  void quantize_tiles(const QuantizeArgs& args, int64_t begin, int64_t end);          \
+  void amax_tiles(const QuantizeArgs& args, float* amax, int64_t begin, int64_t end); \
+  float amax_span(const void* x, Dtype dtype, int64_t begin, int64_t end);            \
+  void dequantize_rows(const DequantizeArgs& args, int64_t begin, int64_t end);       \
   }
 FP4EXT_DECLARE(portable)
 FP4EXT_DECLARE(avx2)

@@ -20,8 +20,9 @@ struct Lanes {
   bool full;                   // all elements of all lanes exist
 };
 
-// How the vectors of one call are numbered. Row-wise, numbers run along the memory that is read, through all rows; column-wise, through the columns of a
-// strip `length` high, and kLanes neighbouring columns make a tile, which never leaves its strip.
+// How the vectors of one call are numbered. Row-wise, numbers run along the memory that is read, through all rows;
+// column-wise, through the columns of a strip `length` high, and kLanes neighbouring columns make a tile, which never
+// leaves its strip.
 struct Tiling {
   const QuantizeArgs& args;
   int length;             // elements along the contraction (16 for a 16×16 tile)
@@ -49,7 +50,8 @@ struct Tiling {
   int64_t num_tiles() const { return strips() * tiles_per_strip(); }
 };
 
-// Walks the vectors in their order, a tile at a time. Divisions happen at the start alone: they would cost more than the quantization.
+// Walks the vectors in their order, a tile at a time. Divisions happen at the start alone: they would cost more than
+// the quantization.
 class Cursor {
  public:
   Cursor(const Tiling& tiling, int64_t tile) : t_(tiling), a_(tiling.args) {
@@ -66,7 +68,8 @@ class Cursor {
     lanes.full = true;
     int l = 0;
     // Runs of vectors that lie at equal steps: along a row, or across a strip. Mostly one run fills the tile.
-    while (l < kLanes && !(a_.colwise ? across_ == t_.across : b_ == a_.batch)) l += a_.colwise ? run_across(lanes, l) : run_along(lanes, l);
+    while (l < kLanes && !(a_.colwise ? across_ == t_.across : b_ == a_.batch))
+      l += a_.colwise ? run_across(lanes, l) : run_along(lanes, l);
     lanes.valid = l;
     for (; l < kLanes; ++l) repeat(lanes, l);
     if (a_.colwise) wrap();
@@ -79,7 +82,9 @@ class Cursor {
   // Where the next tile continues the run that filled this one, all its lanes move by the same amount.
   FP4_HD bool step_on(Lanes& lanes) {
     if (!one_run_ || !lanes.full) return false;
-    if (a_.colwise ? across_ + kLanes > t_.across || (across_ + kLanes) * t_.step > t_.out_rows : along_ == 0 || (along_ + kLanes) * t_.length > t_.k) return false;
+    if (a_.colwise ? across_ + kLanes > t_.across || (across_ + kLanes) * t_.step > t_.out_rows
+                   : along_ == 0 || (along_ + kLanes) * t_.length > t_.k)
+      return false;
     for (int l = 0; l < kLanes; ++l) {
       lanes.source[l] += kLanes * step_.source;
       lanes.row[l] += kLanes * step_.row;
@@ -115,7 +120,8 @@ class Cursor {
   }
   FP4_HD int run_across(Lanes& lanes, int l) {
     const int n = static_cast<int>(std::min<int64_t>(kLanes - l, t_.across - across_));
-    fill(lanes, l, n, {t_.step, t_.step, 0, t_.step * t_.row_bytes, t_.step * t_.row_scales, a_.spec.outer == OuterKind::row ? t_.step : 0});
+    fill(lanes, l, n,
+         {t_.step, t_.step, 0, t_.step * t_.row_bytes, t_.step * t_.row_scales, a_.spec.outer == OuterKind::row ? t_.step : 0});
     across_ += n;
     return n;
   }
@@ -192,16 +198,21 @@ FP4_HD void load_tile(const Tiling& tiling, const Lanes& lanes, VF* t) {
         p[l] = x + lanes.source[l] + (r < rows ? r * a.cols : 0);
         counts[l] = r < rows ? cols : 0;
       }
-      if (lanes.full) load_along(p, 16, t + 16 * r);
-      else load_ragged(p, 1, counts, 16, t + 16 * r);
+      if (lanes.full)
+        load_along(p, 16, t + 16 * r);
+      else
+        load_ragged(p, 1, counts, 16, t + 16 * r);
     }
     return;
   }
   for (int l = 0; l < kLanes; ++l) p[l] = x + lanes.source[l];
   if (!a.colwise) {
-    if (!lanes.full) load_ragged(p, 1, lanes.count, tiling.length, t);
-    else if (tiling.length == 16) load_along(p, 16, t);  // a constant length unrolls
-    else load_along(p, tiling.length, t);
+    if (!lanes.full)
+      load_ragged(p, 1, lanes.count, tiling.length, t);
+    else if (tiling.length == 16)
+      load_along(p, 16, t);  // a constant length unrolls
+    else
+      load_along(p, tiling.length, t);
   } else if (lanes.valid == kLanes) {
     const int count = lanes.count[0];
     for (int i = 0; i < count; ++i) t[i] = load_lanes(p[0] + i * a.cols);

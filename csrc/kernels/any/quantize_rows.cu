@@ -1,7 +1,8 @@
 #include "../quantize.h"
 
-// One thread quantizes one block, with the very functions that csrc/cpu runs sixteen lanes wide: F is float here. The straightforward kernel; it
-// proves that the numerics headers are device code. The one for the memory roofline comes with the CUDA backend.
+// One thread quantizes one block, with the very functions that csrc/cpu runs sixteen lanes wide: F is float here. The
+// straightforward kernel; it proves that the numerics headers are device code. The one for the memory roofline comes
+// with the CUDA backend.
 namespace fp4ext::kernels {
 namespace {
 
@@ -44,8 +45,10 @@ __device__ void store_codes(const Block<N>& b, float enc, const QuantizeRowsArgs
       const uint32_t code = b.poisoned ? 0u : Element::signed_code(magnitude, bits(b.value[g + j]));
       packed |= static_cast<uint64_t>(code) << (Element::kBits * j);
     }
-    if (kPerByte == 2) *reinterpret_cast<uint32_t*>(out + g / 2) = static_cast<uint32_t>(packed);
-    else *reinterpret_cast<uint64_t*>(out + g) = packed;
+    if (kPerByte == 2)
+      *reinterpret_cast<uint32_t*>(out + g / 2) = static_cast<uint32_t>(packed);
+    else
+      *reinterpret_cast<uint64_t*>(out + g) = packed;
   }
 }
 
