@@ -148,7 +148,7 @@ class _Linear(torch.autograd.Function):
 Operand = QTensor | Tensor
 
 
-def _quantize(t: Tensor, spec: Spec | None, role: str, axis: int = -1, rng: Tensor | None = None) -> Operand:
+def _quantize(t: Operand, spec: Spec | None, role: str, axis: int = -1, rng: Tensor | None = None) -> Operand:
     """t, or its transpose, quantized where there is a spec."""
     if spec is None:
         return t if axis == -1 else t.mT
@@ -181,7 +181,7 @@ def _backward_operand(
         return (kept.dequantize(dtype) if isinstance(kept, QTensor) else kept).mT
     if not from_fprop:
         return kept
-    return _quantize(kept.dequantize(torch.float32) if isinstance(kept, QTensor) else kept, spec, role, -2, rng)
+    return _quantize(kept, spec, role, -2, rng)
 
 
 def _gradient_operands(dy: Tensor, row: Spec | None, col: Spec | None, rng_row, rng_col) -> tuple[Operand, Operand]:

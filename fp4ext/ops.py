@@ -64,6 +64,22 @@ def quantize_rowcol(
     return *_typed(row_spec, *out[:3]), *_typed(col_spec, *out[3:])
 
 
+def requantize(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    format: str,
+    k: int,
+    spec: str,
+    axis: int = -1,
+    rng: Tensor | None = None,
+    role: int = 0,
+) -> Quantized:
+    """quantize(dequantize(…) in fp32), a band of rows at a time: x̂ is never whole in memory."""
+    stored = *_matrix_bytes(codes, scales, format), global_scale, format, k
+    return _typed(spec, *torch.ops.fp4ext.requantize.default(*stored, spec, axis, rng, role))
+
+
 def amax(x: Tensor, spec: str, axis: int = -1, rng: Tensor | None = None) -> Tensor:
     """The largest finite magnitude of each outer group, after the spec's RHT: what `quantize` measures for itself."""
     return torch.ops.fp4ext.amax.default(x, spec, axis, rng)
@@ -138,6 +154,11 @@ def _(x, spec, axis, rng, role, amax):
 @torch.library.register_fake("fp4ext::quantize_rowcol")
 def _(x, row_spec, col_spec, row_rng, col_rng, role):
     return _fake_quantized(x, row_spec, -1) + _fake_quantized(x, col_spec, -2)
+
+
+@torch.library.register_fake("fp4ext::requantize")
+def _(codes, scales, global_scale, format, k, spec, axis, rng, role):
+    return _fake_quantized(codes.new_empty((*codes.shape[:-1], k)), spec, axis)
 
 
 @torch.library.register_fake("fp4ext::amax")

@@ -39,10 +39,12 @@ class QTensor:
 
         After an RHT these are the rotated values.
         """
+        return ops.dequantize(*self.stored(), ops.dtype_name(dtype or self.dtype))
+
+    def stored(self) -> tuple[Tensor, Tensor, Tensor, str, int]:
+        """Codes, scales, global scale (empty where there is none), format and K: how an op takes a quantized tensor."""
         outer = self.codes.new_empty(0, dtype=torch.float32) if self.global_scale is None else self.global_scale
-        return ops.dequantize(
-            self.codes, self.scales, outer, self.format.name, self.shape[-1], ops.dtype_name(dtype or self.dtype)
-        )
+        return self.codes, self.scales, outer, self.format.name, self.shape[-1]
 
     @property
     def device(self) -> torch.device:

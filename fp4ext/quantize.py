@@ -12,7 +12,7 @@ from .spec import Spec
 
 
 def quantize(
-    x: Tensor,
+    x: Tensor | QTensor,
     format: str | Format | Spec = "nvfp4",
     *,
     scale: str | None = None,
@@ -28,7 +28,8 @@ def quantize(
     """Quantize x along its last axis, or the transpose of its last two axes.
 
     Args:
-        x: fp32, bf16 or fp16, any number of dimensions, any strides.
+        x: fp32, bf16 or fp16, any number of dimensions, any strides. Or a QTensor: its dequantized values (in fp32) are
+            quantized anew, along either axis, without a whole copy of them in memory.
         format: "nvfp4", "mxfp8", "mxfp8_e5m2", "mxfp4", or a whole Spec, which then says everything up to `rht`.
         scale, rounding, block, outer, rht: see Spec.
         axis: -1; or -2 for x.mT, whose contraction is x's second last axis: the copy that a backward GEMM wants.
@@ -50,7 +51,8 @@ def quantize(
 
     Source: docs/numerics.md, 2-7.
     """
-    check_input("x", x)
+    if not isinstance(x, QTensor):
+        check_input("x", x)
     if isinstance(format, Spec):
         spec = format
         also = {"scale": scale, "block": block, "outer": outer, "rht": rht}
@@ -66,12 +68,18 @@ def quantize(
         raise ValueError(f"axis is {axis}; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)")
     if amax is not None:
         check_device("amax", amax, x)
-    state = rng_state(rng, x, spec)
-    codes, scales, outer_scale = ops.quantize(x.detach(), spec.key, axis, state, ops.ROLES[role], amax)
-    return wrap(x, spec, axis, codes, scales, outer_scale)
+    if isinstance(x, QTensor):
+        if amax is not None:
+            raise ValueError("amax is given beside a QTensor; accepted: None, it is measured")
+        state = rng_state(rng, x.codes, spec)
+        out = ops.requantize(*x.stored(), spec.key, axis, state, ops.ROLES[role])
+    else:
+        state = rng_state(rng, x, spec)
+        out = ops.quantize(x.detach(), spec.key, axis, state, ops.ROLES[role], amax)
+    return wrap(x, spec, axis, *out)
 
 
-def wrap(x: Tensor, spec: Spec, axis: int, codes: Tensor, scales: Tensor, outer_scale: Tensor) -> QTensor:
+def wrap(x: Tensor | QTensor, spec: Spec, axis: int, codes: Tensor, scales: Tensor, outer_scale: Tensor) -> QTensor:
     """The QTensor of what an op made of x."""
     shape = x.shape if axis == -1 else (*x.shape[:-2], x.shape[-1], x.shape[-2])
     fmt = spec.fmt

@@ -32,6 +32,7 @@ SAMPLES = {
     ],
     "quantize_rowcol": lambda: [(x(), KEY, ROW, None, RNG, 0), (x(3, 24, 40), MX, MX, None, None, 2)],
     "amax": lambda: [(x(), KEY, -1, None), (x(3, 24, 40), ROW, -2, RNG)],
+    "requantize": lambda: [(*quantized(), "nvfp4", 40, key, axis, RNG, 1) for key in (ROW, MX) for axis in (-1, -2)],
     "dequantize": lambda: [(*quantized(key), key.split("/")[0], 40, "bfloat16") for key in (KEY, MX)],
     "gemm": lambda: [
         (*quantized(), "nvfp4", *quantized(MX, 16), "mxfp8", None, "bfloat16", "invariant", "auto"),

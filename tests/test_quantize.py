@@ -129,7 +129,7 @@ BAD = {
     "x is torch.bool": (TypeError, lambda x: quantize(x > 0)),
     "x is torch.complex64": (TypeError, lambda x: quantize(x + 1j)),
     "x is list; accepted: a torch.Tensor": (TypeError, lambda x: quantize(x.tolist())),
-    "x is QTensor; accepted: a torch.Tensor": (TypeError, lambda x: quantize(quantize(x))),
+    "amax is given beside a QTensor": (ValueError, lambda x: quantize(quantize(x), amax=torch.ones(()))),
     "unknown format 'fp5'; formats: nvfp4, mxfp8, mxfp8_e5m2, mxfp4": (ValueError, lambda x: quantize(x, "fp5")),
     "unknown format None; formats: nvfp4": (ValueError, lambda x: quantize(x, None)),
     "unknown scale rule for nvfp4: 'floor'; accepted: amax, four_over_six": (
@@ -170,3 +170,11 @@ def test_refusals(message, x):
 
 def test_it_is_public():
     assert fp4ext.quantize is quantize
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_qtensor_is_quantized_from_its_values(x, axis):
+    q = quantize(x, "nvfp4", scale="sweep")
+    got = quantize(q, "mxfp8", axis=axis)
+    same(got, quantize(q.dequantize(torch.float32), "mxfp8", axis=axis))
+    assert got.dtype == x.dtype

@@ -1,11 +1,14 @@
 #include "kernels/quantize.h"
 
 #include <atomic>
+#include <vector>
 
 namespace fp4ext::cpu {
 namespace {
 
 int64_t num_tiles(const QuantizeArgs& args) { FP4EXT_DISPATCH(num_tiles(args)); }
+int64_t num_bands(const QuantizeArgs& args) { FP4EXT_DISPATCH(num_bands(args)); }
+Band band(const QuantizeArgs& args, int64_t i) { FP4EXT_DISPATCH(band(args, i)); }
 void quantize_tiles(const QuantizeArgs& args, int64_t b, int64_t e) { FP4EXT_DISPATCH(quantize_tiles(args, b, e)); }
 void amax_tiles(const QuantizeArgs& args, float* amax, int64_t b, int64_t e) { FP4EXT_DISPATCH(amax_tiles(args, amax, b, e)); }
 float amax_span(const void* x, Dtype dtype, int64_t b, int64_t e) { FP4EXT_DISPATCH(amax_span(x, dtype, b, e)); }
@@ -48,6 +51,37 @@ void quantize(const QuantizeArgs& args, const Parallel& parallel) {
 void dequantize(const DequantizeArgs& args, const Parallel& parallel) {
   if (args.rows * args.k == 0) return;
   parallel(args.rows, kGrain / args.k + 1, [&](int64_t b, int64_t e) { dequantize_rows(args, b, e); });
+}
+
+namespace {
+
+// Calls f(args, first tile, end tile) for each band of x̂, which lies dequantized in args.x.
+template <class Fn>
+void for_bands(const DequantizeArgs& from, const QuantizeArgs& args, const Parallel& parallel, Fn&& f) {
+  if (from.rows * from.k == 0) return;
+  parallel(num_bands(args), 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> x;
+    DequantizeArgs source = from;
+    QuantizeArgs target = args;
+    for (int64_t i = begin; i < end; ++i) {
+      const Band b = band(args, i);
+      x.resize(b.rows * from.k);
+      source.out = x.data(), source.first_row = b.first_row;
+      dequantize_rows(source, b.first_row, b.first_row + b.rows);
+      target.x = x.data(), target.first_row = b.first_row;
+      f(target, b.first_tile, b.first_tile + b.tiles);
+    }
+  });
+}
+
+}  // namespace
+
+void requantize_amax(const DequantizeArgs& from, const QuantizeArgs& args, float* amax, const Parallel& parallel) {
+  for_bands(from, args, parallel, [&](const QuantizeArgs& a, int64_t begin, int64_t end) { amax_tiles(a, amax, begin, end); });
+}
+
+void requantize(const DequantizeArgs& from, const QuantizeArgs& args, const Parallel& parallel) {
+  for_bands(from, args, parallel, [](const QuantizeArgs& a, int64_t begin, int64_t end) { quantize_tiles(a, begin, end); });
 }
 
 }  // namespace fp4ext::cpu

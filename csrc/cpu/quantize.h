@@ -12,8 +12,9 @@ namespace fp4ext::cpu {
 enum class Dtype { fp32, bf16, fp16 };
 
 struct QuantizeArgs {
-  // The input, contiguous [batch, rows, cols].
+  // The input, contiguous [batch, rows, cols]; x points to row `first_row` of it, counted through the batch.
   const void* x;
+  int64_t first_row;
   Dtype dtype;
   int64_t batch, rows, cols;
   // What to do. colwise: quantize the transpose of each matrix, [batch, cols, rows].
@@ -51,9 +52,14 @@ struct DequantizeArgs {
   const float* global;
   FormatId format;
   int64_t rows, k, padded_k, rows_per_group;
-  void* out;
+  void* out;  // points to row `first_row`
   Dtype dtype;
+  int64_t first_row;
 };
 void dequantize(const DequantizeArgs& args, const Parallel& parallel);
+
+// quantize(dequantize(from)) without a whole x̂ in memory: strips of it, in fp32, live in a thread's cache. `from` has no out; args has no x.
+void requantize_amax(const DequantizeArgs& from, const QuantizeArgs& args, float* amax, const Parallel& parallel);
+void requantize(const DequantizeArgs& from, const QuantizeArgs& args, const Parallel& parallel);
 
 }  // namespace fp4ext::cpu

@@ -11,6 +11,9 @@ STABLE_TORCH_LIBRARY(fp4ext, m) {
       "quantize_rowcol(Tensor x, str row_spec, str col_spec, Tensor? row_rng, Tensor? col_rng, int role)"
       " -> (Tensor row_codes, Tensor row_scales, Tensor row_global_scale,"
       " Tensor col_codes, Tensor col_scales, Tensor col_global_scale)");
+  m.def(
+      "requantize(Tensor codes, Tensor scales, Tensor global_scale, str format, int k, str spec, int axis, Tensor? rng, int role)"
+      " -> (Tensor codes_out, Tensor scales_out, Tensor global_scale_out)");
   m.def("amax(Tensor x, str spec, int axis, Tensor? rng) -> Tensor");
   m.def("dequantize(Tensor codes, Tensor scales, Tensor global_scale, str format, int k, str out_dtype) -> Tensor");
   m.def(

@@ -1,9 +1,8 @@
 #include <torch/csrc/stable/library.h>
 
-#include "checks.h"
-#include "parse.h"
+#include "stored.h"
 
-// quantize, quantize_rowcol and amax on the CPU: check, measure the outer scale, allocate, run.
+// quantize, quantize_rowcol, requantize and amax on the CPU: check, measure the outer scale, allocate, run.
 namespace fp4ext {
 namespace {
 
@@ -30,13 +29,25 @@ Rng read_rng(const optional<Tensor>& rng, bool needed) {
 
 // One direction of one quantization; holds what the pointers in `args` point to.
 struct Job {
-  Tensor x;
-  Sizes sizes;  // of x
+  Tensor x;     // or, where the input is `stored`, a tensor of its device
+  Sizes sizes;  // of the input
+  const cpu::DequantizeArgs* stored = nullptr;
   cpu::QuantizeArgs args{};
   std::vector<float> enc, dec;
 
-  Job(const Tensor& input, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role) : sizes(sizes_of(input)) {
-    args.dtype = check_float("x", input);
+  Job(const Tensor& input, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role)
+      : Job(check_float("x", input), sizes_of(input), key, axis, rng, role) {
+    x = torch::stable::contiguous(input);
+    args.x = x.data_ptr();
+  }
+  Job(const Stored& input, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role)
+      : Job(cpu::Dtype::fp32, input.sizes, key, axis, rng, role) {
+    x = input.codes;
+    stored = &input.args;
+  }
+  Job(cpu::Dtype dtype, Sizes input_sizes, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role)
+      : sizes(std::move(input_sizes)) {
+    args.dtype = dtype;
     args.spec = parse_spec(key);
     STD_TORCH_CHECK(axis == -1 || axis == -2, "axis is ", axis,
                     "; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)");
@@ -51,8 +62,6 @@ struct Job {
     args.batch = dim > 2 ? product(sizes, 0, dim - 2) : 1;
     args.rows = dim > 1 ? sizes[dim - 2] : 1;
     args.cols = sizes[dim - 1];
-    x = torch::stable::contiguous(input);
-    args.x = x.data_ptr();
   }
 
   // The shape of the result, with `last` elements in the last axis.
@@ -72,9 +81,19 @@ struct Job {
   }
   Tensor new_global() const { return torch::stable::new_empty(x, global_sizes(), ScalarType::Float); }
 
+  // Whether the other direction of the same x has the same amaxes: it does where groups don't run along rows and nothing is rotated.
+  bool same_amax(const Job& other) const {
+    const QuantizeSpec &a = args.spec, &b = other.args.spec;
+    const auto whole = [](OuterKind k) { return k == OuterKind::tensor || k == OuterKind::pow2; };
+    return !a.rht && !b.rht && ((whole(a.outer) && whole(b.outer)) || (a.outer == OuterKind::expert && b.outer == OuterKind::expert));
+  }
+
   void measure(float* amax) const {
     std::fill(amax, amax + args.num_groups(), 0.0f);
-    cpu::amax(args, amax, torch_threads());
+    if (stored)
+      cpu::requantize_amax(*stored, args, amax, torch_threads());
+    else
+      cpu::amax(args, amax, torch_threads());
   }
 
   // Fills enc and dec from the amaxes, and `global` with the decode side.
@@ -117,7 +136,10 @@ Result run(Job& job, const optional<Tensor>& amax) {
   a.codes = static_cast<uint8_t*>(codes.data_ptr());
   a.scales = static_cast<uint8_t*>(scales.data_ptr());
   if (a.k() == 0) return {codes, scales, global};
-  cpu::quantize(a, torch_threads());
+  if (job.stored)
+    cpu::requantize(*job.stored, a, torch_threads());
+  else
+    cpu::quantize(a, torch_threads());
   return {codes, scales, global};
 }
 
@@ -132,8 +154,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const
                                                                            optional<Tensor> row_rng, optional<Tensor> col_rng,
                                                                            int64_t role) {
   Job row(x, row_spec, -1, row_rng, role), col(x, col_spec, -2, col_rng, role);
-  auto r = run(row, {}), c = run(col, {});
+  optional<Tensor> amax;
+  if (row.same_amax(col)) {
+    amax = row.new_global();
+    row.measure(static_cast<float*>(amax->data_ptr()));
+  }
+  auto r = run(row, amax), c = run(col, amax);
   return {r.codes, r.scales, r.global, c.codes, c.scales, c.global};
+}
+
+std::tuple<Tensor, Tensor, Tensor> requantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, string format,
+                                              int64_t k, string spec, int64_t axis, optional<Tensor> rng, int64_t role) {
+  const Stored input(codes, scales, global_scale, format, k);
+  Job job(input, spec, axis, rng, role);
+  auto r = run(job, {});
+  return {r.codes, r.scales, r.global};
 }
 
 Tensor amax(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng) {
@@ -150,5 +185,6 @@ Tensor amax(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng) {
 STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) {
   m.impl("quantize", TORCH_BOX(&fp4ext::quantize));
   m.impl("quantize_rowcol", TORCH_BOX(&fp4ext::quantize_rowcol));
+  m.impl("requantize", TORCH_BOX(&fp4ext::requantize));
   m.impl("amax", TORCH_BOX(&fp4ext::amax));
 }

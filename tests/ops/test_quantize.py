@@ -300,3 +300,24 @@ def test_draws_follow_torch_manual_seed():
     compiled = torch.compile(lambda x: (fp4ext.ops.draw_rng(x, 2), fp4ext.ops.draw_rng(x, 2)), fullgraph=True)
     c, d = compiled(x)
     assert torch.equal(a, c) and torch.equal(b, d)
+
+
+@pytest.mark.parametrize("source", ["nvfp4/sweep", "nvfp4/amax/nearest/16x16", "nvfp4/amax/nearest/1x16/row", "mxfp8"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "nvfp4/sweep/eden/1x16/tensor/128x2",
+        "nvfp4/amax/stochastic/1x16/row",
+        "nvfp4/sweep/nearest/16x16",
+        "mxfp4/floor",
+    ],
+)
+def test_requantize_is_quantize_of_dequantize(source, target, isa):
+    """In bands of rows, with ragged ends, from a stack of matrices."""
+    x = generate("student_t3", 2, 136, 208, dtype=torch.bfloat16)
+    source, target = Spec.parse(source), Spec.parse(target)
+    stored = (*fp4ext.ops.quantize(x, source.key), source.format, 208)
+    values = fp4ext.ops.dequantize(*stored, "float32")
+    for axis in (-1, -2):
+        got = fp4ext.ops.requantize(*stored, target.key, axis, RNG, 1)
+        assert_same_quantized(got, fp4ext.ops.quantize(values, target.key, axis, RNG, 1), f"{source} to {target}")

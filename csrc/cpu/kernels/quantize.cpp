@@ -249,6 +249,8 @@ void store_tile(const QuantizeArgs& a, const Lanes& lanes, int length, const VU*
 }  // namespace
 
 int64_t num_tiles(const QuantizeArgs& args) { return Tiling(args).num_tiles(); }
+int64_t num_bands(const QuantizeArgs& args) { return Tiling(args).num_bands(); }
+Band band(const QuantizeArgs& args, int64_t i) { return Tiling(args).band(i); }
 
 void quantize_tiles(const QuantizeArgs& args, int64_t begin, int64_t end) {
   const Tiling tiling(args);
@@ -271,7 +273,7 @@ void amax_tiles(const QuantizeArgs& args, float* amax, int64_t begin, int64_t en
     using T = std::remove_pointer_t<decltype(type)>;
     for_tiles<T>(tiling, rotation, begin, end, [&](const Lanes& lanes, const VF* t) {
       VU largest(0u);
-      for (int i = 0; i < tiling.length; ++i) {
+      for (int i = 0; i < tiling.length * tiling.step; ++i) {
         const VU u = bits(abs_of(t[i]));
         largest = select((u > largest) & (u < VU(kInfBits)), u, largest);
       }

@@ -1,5 +1,6 @@
 #pragma once
 #include "io.h"
+#include "quantize.h"
 
 // Where a tile's lanes lie: which vectors of the input they are, how their elements are loaded, where their codes go.
 namespace fp4ext::cpu::FP4EXT_ISA {
@@ -48,6 +49,19 @@ struct Tiling {
   int64_t strip_vectors() const { return args.colwise ? across : args.batch * across * along; }
   int64_t tiles_per_strip() const { return (strip_vectors() + kLanes - 1) / kLanes; }
   int64_t num_tiles() const { return strips() * tiles_per_strip(); }
+
+  // The rows of the input in bands of whole tiles: a strip of columns' vectors, or kLanes rows of vectors.
+  int64_t num_bands() const { return args.colwise ? strips() : (args.batch * across + kLanes - 1) / kLanes; }
+  Band band(int64_t i) const {
+    if (args.colwise) {
+      const int64_t row = i % along * length;
+      return {i / along * args.rows + row, std::min<int64_t>(length, args.rows - row), i * tiles_per_strip(), tiles_per_strip()};
+    }
+    const int64_t first = i * kLanes, last = std::min<int64_t>(first + kLanes, args.batch * across) - 1;
+    const auto row_of = [&](int64_t v) { return v / across * args.rows + v % across * step; };
+    const int64_t end = std::min(row_of(last) + step, (last / across + 1) * args.rows);
+    return {row_of(first), end - row_of(first), i * along, ((last - first + 1) * along + kLanes - 1) / kLanes};
+  }
 };
 
 // Walks the vectors in their order, a tile at a time. Divisions happen at the start alone: they would cost more than
@@ -130,7 +144,7 @@ class Cursor {
     one_run_ = n == kLanes;
     step_ = step;
     const int64_t row = across_ * t_.step, k = along_ * t_.length, out_row = b_ * t_.out_rows + row;
-    const int64_t source = (b_ * a_.rows + (a_.colwise ? k : row)) * a_.cols + (a_.colwise ? row : k);
+    const int64_t source = (b_ * a_.rows - a_.first_row + (a_.colwise ? k : row)) * a_.cols + (a_.colwise ? row : k);
     const int64_t code_byte = out_row * t_.row_bytes + k / t_.per_byte, scale_byte = out_row * t_.row_scales + k / t_.block;
     const int64_t group = a_.spec.outer == OuterKind::row ? out_row : a_.spec.outer == OuterKind::expert ? b_ : 0;
     const auto put = [&](int i, int j) {
