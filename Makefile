@@ -6,9 +6,9 @@ READY  := $(VENV)/.ready
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help demo test test-fast build lint format bench kernels clean
+.PHONY: help demo test test-fast test-avx512 build lint format bench kernels clean
 help:  ## what each target does
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "fp4ext needs Python >= 3.10, this is " + sys.version.split()[0])'
@@ -36,6 +36,13 @@ test: build  ## the whole test suite
 
 test-fast: build  ## the suite without its long campaigns
 	$(PY) -m pytest -m 'not slow'
+
+test-avx512: build  ## the ops' tests with the AVX-512 kernels, on a CPU that may lack it (tests/avx512)
+	$(PY) -m cmake -S . -B build/avx512 -G Ninja -DFP4EXT_CUDA=OFF -DFP4EXT_AVX512_DOUBLE=ON -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release
+	$(PY) -m cmake --build build/avx512
+	rm -rf build/avx512/package && mkdir -p build/avx512/package && cp -r fp4ext build/avx512/package/ && rm -f build/avx512/package/fp4ext/_C*.so
+	cp build/avx512/_C*.so build/avx512/package/fp4ext/
+	FP4EXT_ISA=avx512 PYTHONPATH=$(abspath build/avx512/package) $(VENV)/bin/pytest -m "not slow" tests/ops tests/numerics
 
 lint: $(VENV)/.packages  ## style and simple mistakes, Python and C++
 	$(PY) -m ruff check .

@@ -26,8 +26,12 @@ bool isa_available(Isa isa) {
 #if defined(FP4EXT_X86)
   // libgcc's cpuid also asks the operating system whether it saves the wider registers.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#if defined(FP4EXT_AVX512_DOUBLE)
+  const bool avx512 = avx2;
+#else
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+#endif
   return isa == Isa::portable || (isa == Isa::avx2 && avx2) || (isa == Isa::avx512 && avx512);
 #else
   return isa == Isa::portable;
