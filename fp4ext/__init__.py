@@ -8,6 +8,7 @@ from .convert import Report, convert, revert, set_step, storage_bits
 from .formats import Format
 from .gemm import gemm
 from .linear import Linear, linear
+from .noise import gradient_noise
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
@@ -32,6 +33,7 @@ __all__ = [
     "current_stage",
     "formats",
     "gemm",
+    "gradient_noise",
     "linear",
     "policies",
     "quantize",

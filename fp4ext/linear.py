@@ -77,6 +77,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rng = ops.draw_rng(x, 3) if recipe.needs_rng else None
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    if recipe.mean_split and rows.shape[0]:
+        rows, bias = _split_mean(rows, w, bias)
     if recorded:
         y = _Linear.apply(rows, w, bias, recipe, rng)
     else:
@@ -84,6 +86,14 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
         xq, wq = _quantize(rows, recipe.fprop.x, "x", -1, rng_fprop), _quantize(w, recipe.fprop.w, "w", -1, rng_fprop)
         y = _gemm(xq, wq, bias, x.dtype)
     return y.view(*x.shape[:-1], w.shape[0])
+
+
+def _split_mean(rows: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x less its mean over tokens, and the bias that makes up for it, w·μ + bias in fp32."""
+    mean = rows.mean(0, dtype=torch.float32)
+    with torch.autocast(rows.device.type, enabled=False):
+        shift = nn.functional.linear(mean, w.float(), None if bias is None else bias.float())
+    return (rows - mean).to(rows.dtype), shift
 
 
 def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from .recipe import Recipe
+from .recipe import Fprop, Recipe
 
 STAGES = ("pretrain", "rl_sampler", "rl_trainer")
 
@@ -55,6 +55,7 @@ class Policy:
         keep_last: share of the layers, counted from the last, that stay in BF16 (0.15 in NVIDIA's recipe).
         rules: (pattern, recipe) pairs that replace `pretrain` for matching modules; the first match counts.
         bf16_forward_from: the step from which fprop runs in BF16, which recovers most of a run's late gap; None: never.
+        mean_split: split the mean over tokens off x while pretraining (see Recipe).
     """
 
     name: str
@@ -65,6 +66,7 @@ class Policy:
     keep_last: float = 0.0
     rules: tuple[tuple[str, Recipe], ...] = ()
     bf16_forward_from: int | None = None
+    mean_split: bool = False
 
     def __post_init__(self):
         if not 0 <= self.keep_last <= 1:
@@ -86,8 +88,9 @@ class Policy:
         base = next((recipe for pattern, recipe in self.rules if matches(name, pattern)), self.pretrain)
         if stage == "pretrain":
             late = self.bf16_forward_from is not None and step >= self.bf16_forward_from
-            return replace(base, fprop=type(base.fprop)()) if late else base
-        sampler = self.rl_sampler or Recipe(fprop=base.fprop)
+            base = replace(base, mean_split=base.mean_split or self.mean_split)
+            return replace(base, fprop=Fprop()) if late else base
+        sampler = self.rl_sampler or Recipe(fprop=base.fprop)  # never with a mean: it would depend on the batch
         return sampler if stage == "rl_sampler" else self.rl_trainer or Recipe(fprop=sampler.fprop)
 
     def recipes(self, name: str, step: int = 0) -> dict[str, Recipe]:

@@ -47,6 +47,10 @@ class Recipe:
 
     Where fprop is quantized and a backward GEMM is not, that GEMM runs in BF16 on the dequantized forward operand.
 
+    `mean_split`: take the mean over tokens μ out of x before it is quantized, and multiply it in fp32:
+    y = Q(x - 1μᵀ)·Q(w)ᵀ + 1·(w·μ)ᵀ. Activations with a large common component then spend their 4 bits on what differs.
+    μ depends on the batch, so the sampler cannot have it.
+
     Raises:
         ValueError: a GEMM of which one operand alone has an RHT (or another one), which would not cancel.
     """
@@ -54,6 +58,7 @@ class Recipe:
     fprop: Fprop = Fprop()
     dgrad: Dgrad = Dgrad()
     wgrad: Wgrad = Wgrad()
+    mean_split: bool = False
 
     def __post_init__(self):
         for gemm, a, b in (

@@ -26,6 +26,7 @@ ORDER = """
     policy
     policies
     linear experts
+    noise
     convert
     backends
     fp4ext

@@ -475,3 +475,43 @@ def test_refusals(message, autocast):
         BAD[message][1](m)
     assert message in str(error.value)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# Mean split
+
+
+def mean_split(**changes):
+    return fp4ext.policies.get("end_to_end").with_(**({"mean_split": True} | changes))
+
+
+def test_mean_split_quantizes_what_differs():
+    """By hand: the mean's product in fp32, the rest quantized. No mean in the sampler."""
+    m, x = layer(mean_split()), inputs(48, 80)
+    spec = m.policy.pretrain.fprop
+    mean = x.detach().mean(0)
+    shift = m.weight.detach() @ mean + m.bias.detach()
+    wanted = gemm(quantize(x.detach() - mean, spec.x), quantize(m.weight.detach(), spec.w), shift, torch.float32)
+    assert torch.equal(m(x), wanted)
+    with torch.no_grad():
+        assert torch.equal(m(x), wanted)
+        with fp4ext.stage("rl_sampler"):
+            assert torch.equal(m(x)[:5], m(x[:5]))
+
+
+def test_mean_split_helps_where_there_is_a_mean():
+    x = torch.randn(128, 80) + 8 * torch.randn(80)
+    exact = nn.functional.linear(x, (m := layer(mean_split())).weight, m.bias)
+    error = {split: (layer(mean_split(mean_split=split))(x) - exact).norm() for split in (False, True)}
+    assert error[True] < 0.25 * error[False]
+
+
+@pytest.mark.parametrize("tokens", [64, 37, 1, 0])
+def test_gradients_of_mean_split(tokens):
+    """They are those of a linear layer, to within the rounding of a backward in MXFP8."""
+    policy = fp4ext.policies.get("mxfp8").with_(mean_split=True)
+    m, plain = layer(policy), nn.Linear(80, 48)
+    plain.load_state_dict(m.state_dict())
+    x = (torch.randn(tokens, 80) + 4).requires_grad_()
+    dy = torch.randn(tokens, 48)
+    for got, wanted in zip(run(m, x, dy), run(plain, x, dy), strict=True):
+        assert got.shape == wanted.shape and (got - wanted).norm() <= 0.06 * wanted.norm()

@@ -111,15 +111,17 @@ def test_weights_load_into_a_plain_model(micro, tmp_path, policies):
 
 def test_leaves_the_process_as_it_was(micro, tmp_path):
     threads, state = torch.get_num_threads(), torch.get_rng_state()
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]  # a job in the background ignores SIGINT
     pretrain(micro(steps=2), tmp_path / "run", tensorboard=False)
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
-    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_sigterm_saves_too(micro, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
     result = pretrain(micro(), tmp_path / "run", show=InterruptAt(3, signal.SIGTERM), tensorboard=False)
     assert (result.finished, result.step, result.signal) == (False, 3, signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_divergence_stops_one_arm_and_is_said(micro, tmp_path, monkeypatch):
