@@ -1,6 +1,6 @@
 """Error and bias of every quantizer: the table of docs/numerics.md, 8, measured, and the averaging curves.
 
-    python benchmarks/bench_error.py [--draws 256] [--plot docs/averaging.png]
+    python benchmarks/bench_error.py [--draws 256] [--docs]
 
 Relative MSE ×1e3 on N(0, 1), 1024×2048, the error taken in fp64. B·err(mean of B)/err(1) stays at 1 for an unbiased
 quantizer and grows with B where there is a bias: averages forgive noise and keep drift.
@@ -9,10 +9,8 @@ quantizer and grows with B where there is a bias: averages forgive noise and kee
 from __future__ import annotations
 
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from timing import parser, write_rows
+from timing import DOCS, parser, publish, show, write_rows
 
 import fp4ext
 from fp4ext import Spec
@@ -76,47 +74,39 @@ def averaging(x: torch.Tensor, spec: Spec, draws: int) -> tuple[list[int], list[
 def main() -> None:
     p = parser(__doc__.splitlines()[0])
     p.add_argument("--draws", type=int, default=256, help="B of the averages (default 256)")
-    p.add_argument("--plot", help="write the averaging curves as a PNG or SVG")
     args = p.parse_args()
     torch.set_num_threads(args.threads)
-    console = Console(width=110)
 
     x = generate("gaussian", 1024, 2048, seed=1)
-    table = Table(title="relative MSE ×1e3, N(0, 1), 1024×2048")
-    for column in ("spec", "measured", "must be", "off by"):
-        table.add_column(column, justify="left" if column == "spec" else "right")
-    rows = []
+    rows, cells = [], []
     for key, target in TARGETS.items():
         error = 1e3 * relative_mse(x, estimate(x, Spec.parse(key), 1))
-        table.add_row(
-            key, f"{error:.3f}", f"{target}" if target else "–", f"{error / target - 1:+.1%}" if target else "–"
-        )
+        wanted = [f"{target}", f"{error / target - 1:+.1%}"] if target else ["–", "–"]
+        cells.append([key, f"{error:.3f}", *wanted])
         rows.append({"kind": "error", "spec": key, "mse_1e3": error, "target": target})
-    console.print(table)
+    blocks = [show("Relative MSE ×1e3 on N(0, 1), 1024×2048", ["spec", "measured", "must be", "off by"], cells)]
 
-    table = Table(title=f"B·err(mean of B)/err(1) at B = {args.draws}: 1 is unbiased, more is drift")
-    table.add_column("spec")
-    for data in DATA:
-        table.add_column(data, justify="right")
-    curves = {}
-    for key in track(BIAS, description="averaging", console=console):
-        cells = []
+    curves, cells = {}, []
+    for key in track(BIAS, description="averaging"):
+        cells.append([key])
         for data in DATA:
             sizes, errors = averaging(generate(data, 64, 512, seed=2), Spec.parse(key), args.draws)
             curves[key, data] = sizes, errors
             # One-hot rows of ±1 are exact under stochastic rounding: nothing to average.
             ratio = sizes[-1] * errors[-1] / errors[0] if errors[0] else 0.0
-            cells.append(f"{ratio:.2f}" if errors[0] else "exact")
+            cells[-1].append(f"{ratio:.2f}" if errors[0] else "exact")
             rows.append({"kind": "bias", "spec": key, "data": data, "draws": sizes[-1], "ratio": ratio})
-        table.add_row(key, *cells)
-    console.print(table)
+    title = f"B·err(mean of B)/err(1) at B = {args.draws}: 1 is unbiased, more is drift"
+    blocks.append(show(title, ["spec", *DATA], cells))
     print("rows:", write_rows("error", rows))
-    if args.plot:
-        plot(curves, args.plot)
-        print("plot:", args.plot)
+    if args.docs:
+        path = publish("error", [*blocks, "![Averaging curves](averaging.png)\n"])
+        plot(curves, DOCS / "averaging.png")
+        print("docs:", path)
 
 
-def plot(curves: dict, path: str) -> None:
+def plot(curves: dict, path) -> None:
+    """The averaging curves: relative MSE of the mean of B draws against B."""
     import matplotlib
 
     matplotlib.use("Agg")

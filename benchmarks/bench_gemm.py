@@ -9,9 +9,7 @@ from the cache.
 from __future__ import annotations
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from timing import best_times, device_name, parser, write_rows
+from timing import best_times, parser, publish, show, write_rows
 
 import fp4ext
 
@@ -80,10 +78,7 @@ def main() -> None:
     torch.manual_seed(0)
     fp4ext._C.force_isa(args.isa)
 
-    table = Table(title=f"GEMM ({device_name()})")
-    for column in ("M × N × K", "formats", "ms", "GFLOP/s", "× torch bf16", "× torch fp32"):
-        table.add_column(column, justify="left" if column in ("M × N × K", "formats") else "right")
-    rows = []
+    rows, cells = [], []
     for name, (m, n, k) in (QUICK if args.quick else SHAPES).items():
         times = best_times(cases(name, m, n, k), args.repeats * (5 if name.startswith("decode") else 1))
         for label, seconds in times.items():
@@ -102,10 +97,12 @@ def main() -> None:
             }
             rows.append(row)
             ratios = f"{row['vs_torch_bf16']:.2f}", f"{row['vs_torch_fp32']:.2f}"
-            table.add_row(f"{name} {m}×{n}×{k}", label, f"{seconds * 1e3:.3f}", f"{row['gflops']:.1f}", *ratios)
-        table.add_section()
-    Console(width=120).print(table)
-    print(f"rows: {write_rows('gemm', rows)}")
+            cells.append([f"{m}×{n}×{k}, {label}", f"{seconds * 1e3:.3f}", f"{row['gflops']:.1f}", *ratios])
+    columns = ["M×N×K, formats", "ms", "GFLOP/s", "× torch bf16", "× torch fp32"]
+    text = show("GEMM, operands quantized beforehand", columns, cells)
+    print("rows:", write_rows("gemm", rows))
+    if args.docs:
+        print("docs:", publish("gemm", [text]))
 
 
 if __name__ == "__main__":

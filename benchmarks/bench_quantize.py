@@ -9,9 +9,7 @@ the amax pass costs.
 from __future__ import annotations
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from timing import best_times, device_name, parser, write_rows
+from timing import best_times, parser, publish, show, write_rows
 
 import fp4ext
 from fp4ext import Spec
@@ -76,9 +74,7 @@ def main() -> None:
     times = best_times(runs, args.repeats)
 
     copy_bandwidth = 4 * x.numel() / times["copy"]
-    table = Table(title=f"quantize {args.size}², bf16 in ({device_name()}; copy {copy_bandwidth / 1e9:.1f} GB/s)")
-    for column in ("rule", "M elements/s", "GB/s", "of copy", "time / amax", "× torchao"):
-        table.add_column(column, justify="left" if column == "rule" else "right")
+    cells = []
     rows = []
     for name, seconds in times.items():
         if name == "copy":
@@ -97,16 +93,23 @@ def main() -> None:
             "times_torchao": peer / seconds if peer else None,
         }
         rows.append(row)
-        table.add_row(
-            name,
-            f"{row['elements_per_s'] / 1e6:.0f}",
-            f"{bandwidth / 1e9:.2f}",
-            f"{row['share_of_copy']:.0%}",
-            f"{row['time_over_amax']:.2f}",
-            f"{row['times_torchao']:.1f}" if peer else "–",
+        cells.append(
+            [
+                name,
+                f"{row['elements_per_s'] / 1e6:.0f}",
+                f"{bandwidth / 1e9:.2f}",
+                f"{row['share_of_copy']:.0%}",
+                f"{row['time_over_amax']:.2f}",
+                f"{row['times_torchao']:.1f}" if peer else "–",
+            ]
         )
-    Console(width=110).print(table)
+    columns = ["rule", "M elements/s", "GB/s", "of copy", "time / amax", "× torchao"]
+    text = show(
+        f"Quantizing {args.size}², bf16 in; a plain copy runs at {copy_bandwidth / 1e9:.1f} GB/s", columns, cells
+    )
     print("rows:", write_rows("quantize", rows))
+    if args.docs:
+        print("docs:", publish("quantize", [text]))
 
 
 if __name__ == "__main__":

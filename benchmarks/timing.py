@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 import fp4ext
 
 OUT = Path("bench_out")
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "measured"
 
 
 def device_name() -> str:
@@ -51,8 +54,32 @@ def write_rows(name: str, rows: list[dict]) -> Path:
     return path
 
 
+def show(title: str, columns: list[str], rows: list[list[str]]) -> str:
+    """Prints a table, its first column of names; returns it as Markdown."""
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=120).print(table)
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return f"{title}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def publish(name: str, blocks: list[str]) -> Path:
+    """Writes docs/measured/<name>.md: the tables, the command that made them and the device they are of."""
+    DOCS.mkdir(exist_ok=True)
+    path = DOCS / f"{name}.md"
+    command = f"`python benchmarks/bench_{name}.py --docs`"
+    head = f"# Measured: {name}\n\nWritten by {command} on {device_name()}, torch {torch.__version__}, "
+    head += time.strftime("%Y-%m-%d") + ".\n"
+    path.write_text("\n".join([head, *blocks]))
+    return path
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=description)
     p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's threads (default: all cores)")
+    p.add_argument("--docs", action="store_true", help="write the tables to docs/measured/ too")
     p.add_argument("--repeats", type=int, default=7, help="calls of each case; the fastest counts (default 7)")
     return p

@@ -13,13 +13,7 @@ struct VB {
   RawB v;
 };
 
-// A whole vector to memory of any alignment. Not memcpy: GCC copies a vector that has an address as halves and
-// quarters, which costs a packing loop half its speed.
-FP4_HD void put(void* p, VB x) {
-  typedef uint8_t Unaligned __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
-  *static_cast<Unaligned*>(p) = x.v;
-}
-FP4_HD void put(void* p, VF x) { put(p, VB{RawB(x.v)}); }
+FP4_HD void store(void* p, VB x) { store(p, VU(RawU(x.v))); }
 
 // 16 bytes, repeated in each part.
 FP4_HD VB repeat16(const uint8_t* p) {

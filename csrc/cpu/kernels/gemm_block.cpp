@@ -50,8 +50,8 @@ void pack_x(const Operand& x, int64_t row, int rows, int64_t k, uint8_t* out) {
       float sums[2][kLanes];       // Σ (2·element + 12) over them
       const VB a[2] = {low8(a_even, a_odd), high8(a_even, a_odd)}, u[2] = {low8(u_even, u_odd), high8(u_even, u_odd)};
       for (int h = 0; h < 2; ++h) {
-        put(groups[h], a[h]);
-        put(sums[h], to_float(dot4(DotSums{}, true, u[h], &ones)));
+        store(groups[h], a[h]);
+        store(sums[h], to_float(dot4(DotSums{}, true, u[h], &ones)));
       }
       for (int i = 0; i < n; ++i) {
         uint8_t* to = out + (b + i) * record;
@@ -112,7 +112,7 @@ void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k
       unpack_columns(codes, b * 8, table, t);
       uint8_t* to = out + b * record + v * sizeof(VB);
 #pragma GCC unroll 8
-      for (int g = 0; g < 8; ++g) put(to + g / 4 * record + g % 4 * vectors * sizeof(VB), t[g]);
+      for (int g = 0; g < 8; ++g) store(to + g / 4 * record + g % 4 * vectors * sizeof(VB), t[g]);
     }
     if (b < blocks) {  // the last 8 bytes of a row, perhaps of the tensor
       uint8_t tail[kLanes][16] = {};
@@ -122,7 +122,7 @@ void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k
         rows[l] = tail[l];
       }
       unpack_columns(rows, 0, table, t);
-      for (int g = 0; g < 4; ++g) put(out + b * record + (g * vectors + v) * sizeof(VB), t[g]);
+      for (int g = 0; g < 4; ++g) store(out + b * record + (g * vectors + v) * sizeof(VB), t[g]);
     }
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t at = (k0 + b * 16) >> w.block_shift();

@@ -101,7 +101,7 @@ void pack_x(const Operand& x, int64_t row, int rows, int64_t k, float* out) {
         VF v[kWidth / kLanes];
         float lanes[kWidth];
         reader.read(k0 + j * kWidth, k, v);
-        for (int i = 0; i < kWidth / kLanes; ++i) put(lanes + i * kLanes, v[i]);
+        for (int i = 0; i < kWidth / kLanes; ++i) store(lanes + i * kLanes, v[i]);
         for (int l = 0; l < kWidth; ++l) to[(bit_reversed(l) * n + j) * rows] = lanes[l];
       }
     }
@@ -127,7 +127,7 @@ void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k
       }
       for (int i = 0; i < kWidth / kLanes; ++i) {
         transpose(t[i]);
-        for (int l = 0; l < kLanes; ++l) put(out + bit_reversed(i * kLanes + l) * stride + (j * vectors + v) * kLanes, t[i][l]);
+        for (int l = 0; l < kLanes; ++l) store(out + bit_reversed(i * kLanes + l) * stride + (j * vectors + v) * kLanes, t[i][l]);
       }
     }
   }
@@ -198,7 +198,7 @@ void multiply_tile(const GemmTile& tile) {
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) {
       float* total = tile.total + (r * kVectors + v) * kLanes;
-      put(total, tile.first ? sums[4][r][v] : load<VF>(total) + sums[4][r][v]);
+      store(total, tile.first ? sums[4][r][v] : load<VF>(total) + sums[4][r][v]);
     }
 }
 
