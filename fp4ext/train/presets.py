@@ -78,7 +78,7 @@ def whole(name: str, value: int, least: int = 1, most: int = 2**31 - 1) -> int:
 
 
 TINY = Preset(
-    "tiny", Shape(layers=4, d=128, heads=4, ffn=352, context=128), steps=300, batch=16, lr=2e-3, min_lr=2e-4, warmup=20
+    "tiny", Shape(layers=4, d=128, heads=4, ffn=352, context=128), steps=240, batch=16, lr=2e-3, min_lr=2e-5, warmup=20
 )
 SMALL = Preset(
     "small",
