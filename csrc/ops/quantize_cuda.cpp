@@ -127,9 +127,9 @@ struct Job {
     copy.outer_enc = e, copy.outer_dec = d;
   }
   void run(const OnDevice& device, const Job* other = nullptr) const {
-    kernels::QuantizeArgs args{in, spec, role, {}, {}};
-    (copy.colwise ? args.col : args.row) = copy;
-    if (other) (other->copy.colwise ? args.col : args.row) = other->copy;
+    kernels::QuantizeArgs args{in, spec, role, {}};
+    args.copies[copy.colwise] = copy;
+    if (other) args.copies[other->copy.colwise] = other->copy;
     check_launch("quantize", kernels::quantize(args, device.stream()));
   }
 };

@@ -30,7 +30,7 @@ SANITIZE = "-g1 -fsanitize=address,undefined -fno-sanitize=alignment -fno-saniti
 
 def sources() -> list[Path]:
     """What is compiled: every kernel, every CUDA op, the machine and the library."""
-    kernels = sorted((CSRC / "kernels").rglob("*.cu"))
+    kernels = sorted(path for path in (CSRC / "kernels").rglob("*") if path.suffix in (".cu", ".cpp"))
     return [*kernels, *sorted((CSRC / "ops").glob("*_cuda.cpp")), HERE / "machine.cpp", HERE / "library.cpp"]
 
 

@@ -105,7 +105,7 @@ const T* exchange(const char* collective, const T& value) {
 }
 
 // cp.async and its groups.
-void copy_async(void* to, const void* from, size_t bytes);
+void copy_async(void* to, const void* from, size_t bytes, bool exists);
 void commit_copies();
 void wait_copies(size_t pending_groups);
 
