@@ -5,7 +5,11 @@
 // Where a tile's lanes lie: which vectors of the input they are, how their elements are loaded, where their codes go.
 namespace fp4ext::cpu::FP4EXT_ISA {
 
-inline constexpr int kMaxVector = 256;  // a 16×16 tile; an RHT vector has at most 128
+inline constexpr int kMaxVector = 256;  // a 16×16 tile; other vectors have at most 128
+
+// Column-wise a vector is as long as a cache line of codes: shorter, a line of the output would be visited once for each
+// of its parts, rows apart in memory, and each visit would miss.
+inline constexpr int kColumnDepth = 128;
 
 // The vectors of one tile, one a SIMD lane.
 struct Lanes {
@@ -15,7 +19,8 @@ struct Lanes {
   int64_t code_byte[kLanes];   // where its codes go
   int64_t scale_byte[kLanes];  // where its block scales go
   int64_t group[kLanes];       // outer group
-  int count[kLanes];           // elements along the contraction that exist; the rest is zero padding
+  int length;                  // elements along the contraction, of every lane
+  int count[kLanes];           // those that exist; the rest is zero padding
   int rows[kLanes];            // 16×16: output rows of the tile that exist
   int valid;                   // lanes that are vectors of their own; the others repeat the last one
   bool full;                   // all elements of all lanes exist
@@ -26,7 +31,8 @@ struct Lanes {
 // leaves its strip.
 struct Tiling {
   const QuantizeArgs& args;
-  int length;             // elements along the contraction (16 for a 16×16 tile)
+  int unit;               // elements along the contraction that a rotation mixes, or a block (16 for a 16×16 tile)
+  int length;             // elements of a vector: whole units
   int step;               // output rows of a vector: 1, or 16
   int per_byte, block;    // codes a byte, elements a scale
   int64_t k, out_rows;    // of one matrix of the output
@@ -35,7 +41,8 @@ struct Tiling {
 
   explicit Tiling(const QuantizeArgs& a)
       : args(a),
-        length(a.spec.tile ? 16 : a.vector_length()),
+        unit(a.spec.tile ? 16 : a.vector_length()),
+        length(a.colwise && !a.spec.tile ? std::max(unit, kColumnDepth) : unit),
         step(a.spec.tile ? 16 : 1),
         per_byte(a.spec.packed() ? 2 : 1),
         block(a.spec.block()),
@@ -144,6 +151,7 @@ class Cursor {
     one_run_ = n == kLanes;
     step_ = step;
     const int64_t row = across_ * t_.step, k = along_ * t_.length, out_row = b_ * t_.out_rows + row;
+    lanes.length = static_cast<int>(std::min<int64_t>(t_.length, (t_.k - k + t_.unit - 1) / t_.unit * t_.unit));
     const int64_t source = (b_ * a_.rows - a_.first_row + (a_.colwise ? k : row)) * a_.cols + (a_.colwise ? row : k);
     const int64_t code_byte = out_row * t_.row_bytes + k / t_.per_byte, scale_byte = out_row * t_.row_scales + k / t_.block;
     const int64_t group = a_.spec.outer == OuterKind::row ? out_row : a_.spec.outer == OuterKind::expert ? b_ : 0;
@@ -197,6 +205,16 @@ FP4_HD void load_ragged(const T* const* p, int64_t stride, const int* counts, in
   for (int i = 0; i < length; ++i) t[i] = load<VF>(padded + i * kLanes);
 }
 
+// `count` tiles of neighbouring columns, a cache line of x at a time. The rows of a tall vector may all fall into a few
+// sets of the cache, which would not keep the rest of a line until the next tile.
+template <class T>
+FP4_HD void load_columns(const QuantizeArgs& a, const Lanes* lanes, int count, VF (*t)[kMaxVector]) {
+  const T* p[64 / kLanes];
+  for (int j = 0; j < count; ++j) p[j] = static_cast<const T*>(a.x) + lanes[j].source[0];
+  for (int i = 0; i < lanes->length; ++i)
+    for (int j = 0; j < count; ++j) t[j][i] = load_lanes(p[j] + i * a.cols);
+}
+
 // One tile of the input: t[i] holds element i of each lane's vector; a 16×16 tile lies as in x, element 16·r + c.
 template <class T>
 FP4_HD void load_tile(const Tiling& tiling, const Lanes& lanes, VF* t) {
@@ -222,17 +240,17 @@ FP4_HD void load_tile(const Tiling& tiling, const Lanes& lanes, VF* t) {
   for (int l = 0; l < kLanes; ++l) p[l] = x + lanes.source[l];
   if (!a.colwise) {
     if (!lanes.full)
-      load_ragged(p, 1, lanes.count, tiling.length, t);
-    else if (tiling.length == 16)
+      load_ragged(p, 1, lanes.count, lanes.length, t);
+    else if (lanes.length == 16)
       load_along(p, 16, t);  // a constant length unrolls
     else
-      load_along(p, tiling.length, t);
+      load_along(p, lanes.length, t);
   } else if (lanes.valid == kLanes) {
     const int count = lanes.count[0];
     for (int i = 0; i < count; ++i) t[i] = load_lanes(p[0] + i * a.cols);
-    for (int i = count; i < tiling.length; ++i) t[i] = VF(0.0f);
+    for (int i = count; i < lanes.length; ++i) t[i] = VF(0.0f);
   } else {
-    load_ragged(p, a.cols, lanes.count, tiling.length, t);
+    load_ragged(p, a.cols, lanes.count, lanes.length, t);
   }
 }
 
@@ -274,17 +292,29 @@ FP4_HD void drop_rotated_padding(const Lanes& lanes, int n, int length, VF* t) {
 // Visits tiles [begin, end): f(lanes, t), t loaded and rotated.
 template <class T, class Fn>
 FP4_HD void for_tiles(const Tiling& tiling, const Rotation& rotation, int64_t begin, int64_t end, Fn&& f) {
-  alignas(64) VF t[kMaxVector];
-  Lanes lanes;
+  constexpr int kLine = std::max<int>(1, 64 / sizeof(T) / kLanes);  // tiles that share the lines of x, column-wise
+  alignas(64) VF t[kLine][kMaxVector];
+  Lanes here, lanes[kLine];
   Cursor cursor(tiling, begin);
-  for (int64_t i = begin; i < end; ++i) {
-    cursor.next(lanes);
-    load_tile<T>(tiling, lanes, t);
-    if (rotation.n) {
-      rotation(t, tiling.length);
-      if (rotation.n < tiling.length) drop_rotated_padding(lanes, rotation.n, tiling.length, t);
+  const bool columns = tiling.args.colwise && !tiling.args.spec.tile;
+  for (int64_t i = begin; i < end;) {
+    const int count = columns ? static_cast<int>(std::min<int64_t>(kLine - i % kLine, end - i)) : 1;
+    bool full = true;
+    for (int j = 0; j < count; ++j) {
+      cursor.next(here);
+      lanes[j] = here;
+      full &= here.full && here.valid == kLanes;
     }
-    f(lanes, t);
+    if (columns && full) load_columns<T>(tiling.args, lanes, count, t);
+    for (int j = 0; j < count; ++j) {
+      if (!columns || !full) load_tile<T>(tiling, lanes[j], t[j]);
+      if (rotation.n) {
+        rotation(t[j], lanes[j].length);
+        if (rotation.n < tiling.unit) drop_rotated_padding(lanes[j], rotation.n, lanes[j].length, t[j]);
+      }
+      f(lanes[j], t[j]);
+    }
+    i += count;
   }
 }
 
