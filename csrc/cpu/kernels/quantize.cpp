@@ -263,7 +263,8 @@ void store_tile(const QuantizeArgs& a, const Lanes& lanes, const VU* words, cons
     return;
   }
   const int num_words = length / (a.spec.packed() ? 8 : 4), num_scales = length / a.spec.block();
-  const bool in_line = !a.colwise && num_scales == 1 && lanes.valid == kLanes;  // lanes follow each other in the output, from row to row too
+  const bool in_line =
+      !a.colwise && num_scales == 1 && lanes.valid == kLanes;  // lanes follow each other in the output, from row to row too
   if (in_line)
     store_bytes(a.scales + lanes.scale_byte[0], scales[0]);
   else

@@ -205,19 +205,32 @@ FP4_HD void load_ragged(const T* const* p, int64_t stride, const int* counts, in
   for (int i = 0; i < length; ++i) t[i] = load<VF>(padded + i * kLanes);
 }
 
-// `count` tiles of neighbouring columns, a cache line of x at a time. The rows of a tall vector may all fall into a few
-// sets of the cache, which would not keep the rest of a line until the next tile.
+// Where columns are read from: the part of x around them, copied a few whole lines of each row at a time. Read in place,
+// the rows of a tall vector may all fall into a few sets of the cache, which would lose the rest of a line before the
+// next tile comes to it.
 template <class T>
-FP4_HD void load_columns(const QuantizeArgs& a, const Lanes* lanes, int count, VF (*t)[kMaxVector]) {
-  const T* p[64 / kLanes];
-  for (int j = 0; j < count; ++j) p[j] = static_cast<const T*>(a.x) + lanes[j].source[0];
-  for (int i = 0; i < lanes->length; ++i)
-    for (int j = 0; j < count; ++j) t[j][i] = load_lanes(p[j] + i * a.cols);
-}
+class Panel {
+ public:
+  static constexpr int kColumns = 256 / sizeof(T);
+  FP4_HD const T* find(const QuantizeArgs& a, const Lanes& lanes) {
+    const int64_t source = lanes.source[0];
+    if (source < source_ || source + lanes.valid > source_ + columns_) {
+      source_ = source;
+      columns_ = std::min<int64_t>(kColumns, a.cols - lanes.row[0] % a.cols);
+      const T* x = static_cast<const T*>(a.x) + source;
+      for (int i = 0; i < lanes.count[0]; ++i) std::memcpy(x_ + i * kColumns, x + i * a.cols, columns_ * sizeof(T));
+    }
+    return x_ + (source - source_);
+  }
+
+ private:
+  alignas(64) T x_[kColumnDepth * kColumns];
+  int64_t source_ = 0, columns_ = 0;
+};
 
 // One tile of the input: t[i] holds element i of each lane's vector; a 16×16 tile lies as in x, element 16·r + c.
 template <class T>
-FP4_HD void load_tile(const Tiling& tiling, const Lanes& lanes, VF* t) {
+FP4_HD void load_tile(const Tiling& tiling, const Lanes& lanes, Panel<T>& panel, VF* t) {
   const QuantizeArgs& a = tiling.args;
   const T* x = static_cast<const T*>(a.x);
   const T* p[kLanes];
@@ -237,21 +250,25 @@ FP4_HD void load_tile(const Tiling& tiling, const Lanes& lanes, VF* t) {
     }
     return;
   }
-  for (int l = 0; l < kLanes; ++l) p[l] = x + lanes.source[l];
-  if (!a.colwise) {
-    if (!lanes.full)
-      load_ragged(p, 1, lanes.count, lanes.length, t);
-    else if (lanes.length == 16)
-      load_along(p, 16, t);  // a constant length unrolls
-    else
-      load_along(p, lanes.length, t);
-  } else if (lanes.valid == kLanes) {
-    const int count = lanes.count[0];
-    for (int i = 0; i < count; ++i) t[i] = load_lanes(p[0] + i * a.cols);
-    for (int i = count; i < lanes.length; ++i) t[i] = VF(0.0f);
-  } else {
-    load_ragged(p, a.cols, lanes.count, lanes.length, t);
+  if (a.colwise) {
+    const T* columns = panel.find(a, lanes);
+    if (lanes.valid == kLanes) {
+      const int count = lanes.count[0];
+      for (int i = 0; i < count; ++i) t[i] = load_lanes(columns + i * panel.kColumns);
+      for (int i = count; i < lanes.length; ++i) t[i] = VF(0.0f);
+    } else {
+      for (int l = 0; l < kLanes; ++l) p[l] = columns + std::min(l, lanes.valid - 1);
+      load_ragged(p, panel.kColumns, lanes.count, lanes.length, t);
+    }
+    return;
   }
+  for (int l = 0; l < kLanes; ++l) p[l] = x + lanes.source[l];
+  if (!lanes.full)
+    load_ragged(p, 1, lanes.count, lanes.length, t);
+  else if (lanes.length == 16)
+    load_along(p, 16, t);  // a constant length unrolls
+  else
+    load_along(p, lanes.length, t);
 }
 
 // The RHT over the n-vectors of a tile of `length` elements.
@@ -292,29 +309,18 @@ FP4_HD void drop_rotated_padding(const Lanes& lanes, int n, int length, VF* t) {
 // Visits tiles [begin, end): f(lanes, t), t loaded and rotated.
 template <class T, class Fn>
 FP4_HD void for_tiles(const Tiling& tiling, const Rotation& rotation, int64_t begin, int64_t end, Fn&& f) {
-  constexpr int kLine = std::max<int>(1, 64 / sizeof(T) / kLanes);  // tiles that share the lines of x, column-wise
-  alignas(64) VF t[kLine][kMaxVector];
-  Lanes here, lanes[kLine];
+  alignas(64) VF t[kMaxVector];
+  Panel<T> panel;
+  Lanes lanes;
   Cursor cursor(tiling, begin);
-  const bool columns = tiling.args.colwise && !tiling.args.spec.tile;
-  for (int64_t i = begin; i < end;) {
-    const int count = columns ? static_cast<int>(std::min<int64_t>(kLine - i % kLine, end - i)) : 1;
-    bool full = true;
-    for (int j = 0; j < count; ++j) {
-      cursor.next(here);
-      lanes[j] = here;
-      full &= here.full && here.valid == kLanes;
+  for (int64_t i = begin; i < end; ++i) {
+    cursor.next(lanes);
+    load_tile<T>(tiling, lanes, panel, t);
+    if (rotation.n) {
+      rotation(t, lanes.length);
+      if (rotation.n < tiling.unit) drop_rotated_padding(lanes, rotation.n, lanes.length, t);
     }
-    if (columns && full) load_columns<T>(tiling.args, lanes, count, t);
-    for (int j = 0; j < count; ++j) {
-      if (!columns || !full) load_tile<T>(tiling, lanes[j], t[j]);
-      if (rotation.n) {
-        rotation(t[j], lanes[j].length);
-        if (rotation.n < tiling.unit) drop_rotated_padding(lanes[j], rotation.n, lanes[j].length, t[j]);
-      }
-      f(lanes[j], t[j]);
-    }
-    i += count;
+    f(lanes, t);
   }
 }
 
