@@ -3,6 +3,7 @@
 import torch  # noqa: F401  (loads libtorch before _C)
 
 from . import formats, policies
+from .attention import attention
 from .backends import backends
 from .convert import Report, convert, revert, set_step, storage_bits
 from .formats import Format
@@ -28,6 +29,7 @@ __all__ = [
     "Report",
     "Spec",
     "Wgrad",
+    "attention",
     "backends",
     "convert",
     "current_stage",

@@ -21,7 +21,7 @@ ORDER = """
     ops
     qtensor
     quantize
-    gemm
+    gemm attention
     recipe
     policy
     policies
