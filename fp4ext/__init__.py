@@ -10,6 +10,7 @@ from .formats import Format
 from .gemm import gemm
 from .linear import Linear, linear
 from .noise import gradient_noise
+from .packed import PackedLinear, pack, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
@@ -23,6 +24,7 @@ __all__ = [
     "Format",
     "Fprop",
     "Linear",
+    "PackedLinear",
     "Policy",
     "QTensor",
     "Recipe",
@@ -37,8 +39,10 @@ __all__ = [
     "gemm",
     "gradient_noise",
     "linear",
+    "pack",
     "policies",
     "quantize",
+    "refit",
     "revert",
     "set_step",
     "stage",

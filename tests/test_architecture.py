@@ -26,6 +26,7 @@ ORDER = """
     policy
     policies
     linear experts
+    packed
     noise
     convert
     backends
