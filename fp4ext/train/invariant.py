@@ -16,13 +16,18 @@ import fp4ext
 from . import bf16
 
 
+def product(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """x·wᵀ, operands and result in `dtype`."""
+    return fp4ext.gemm(x.to(dtype), w.to(dtype), out_dtype=dtype)
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtypes = x.dtype, w.dtype
         x, w = x.to(dtype), w.to(dtype)
         ctx.save_for_backward(x, w)
-        return fp4ext.gemm(x, w, out_dtype=dtype)
+        return product(x, w, dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -40,7 +45,9 @@ class Linear(nn.Linear):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
-            y = Product.apply(x, self.weight, dtype)
+            recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+            multiply = Product.apply if recorded else product
+            y = multiply(x, self.weight, dtype)
             return y if self.bias is None else y + self.bias.to(dtype)
 
 
