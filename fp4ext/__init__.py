@@ -3,12 +3,14 @@
 import torch  # noqa: F401  (loads libtorch before _C)
 
 from . import formats, policies
+from .attention import attention
 from .backends import backends
 from .convert import Report, convert, revert, set_step, storage_bits
 from .formats import Format
 from .gemm import gemm
 from .linear import Linear, linear
 from .noise import gradient_noise
+from .packed import PackedLinear, pack, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
@@ -22,12 +24,14 @@ __all__ = [
     "Format",
     "Fprop",
     "Linear",
+    "PackedLinear",
     "Policy",
     "QTensor",
     "Recipe",
     "Report",
     "Spec",
     "Wgrad",
+    "attention",
     "backends",
     "convert",
     "current_stage",
@@ -35,8 +39,10 @@ __all__ = [
     "gemm",
     "gradient_noise",
     "linear",
+    "pack",
     "policies",
     "quantize",
+    "refit",
     "revert",
     "set_step",
     "stage",

@@ -121,6 +121,11 @@ def gemm(
     )
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale · q·kᵀ)·v over each query's past, in a fixed order (docs/numerics.md, 11)."""
+    return torch.ops.fp4ext.attention.default(q, k, v, start, scale)
+
+
 def swizzle(scales: Tensor) -> Tensor:
     """Block scales [.., rows, blocks] to the tensor cores' layout, [.., size], padding zeroed (law 10)."""
     return torch.ops.fp4ext.swizzle.default(_scale_bytes(scales)).view(scales.dtype)
@@ -176,6 +181,11 @@ def _(
     x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out_dtype, accumulate, backend
 ):
     return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=DTYPES[out_dtype])
+
+
+@torch.library.register_fake("fp4ext::attention")
+def _(q, k, v, start, scale):
+    return q.new_empty(q.shape)
 
 
 def _swizzled_size(rows: int, columns: int) -> int:

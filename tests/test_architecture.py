@@ -21,11 +21,12 @@ ORDER = """
     ops
     qtensor
     quantize
-    gemm
+    gemm attention
     recipe
     policy
     policies
     linear experts
+    packed
     noise
     convert
     backends
