@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
-CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 2>/dev/null)
+CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
 .PHONY: help demo test test-fast test-avx512 build lint format bench kernels clean

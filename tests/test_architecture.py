@@ -131,6 +131,13 @@ def test_the_device_is_named_in_two_places():
             assert not re.search(r"\b(__)?asm(__)?\b", code), path
 
 
+def test_a_kernel_is_one_text_for_every_compiler():
+    """What differs between nvcc and the SIMT machine stands in kernels/ptx/, instruction by instruction."""
+    for path in sources("kernels"):
+        if path.parent.name != "ptx":
+            assert not re.search(r"^\s*#\s*(if|ifdef|ifndef)\b", code_of(path), re.M), path
+
+
 # Names
 
 

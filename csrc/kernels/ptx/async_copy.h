@@ -1,0 +1,41 @@
+#pragma once
+#include "launch.h"
+
+// cp.async: copies from memory to shared memory that a thread starts, groups and waits for (PTX ISA 9.7.9.25.3). What
+// landed is seen by the thread that waited; the others see it after a barrier.
+namespace fp4ext::kernels {
+
+#if defined(__CUDACC__)
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// kBytes: 4, 8 or 16; both addresses are multiples of it. Only 16 may pass the L1 cache by.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until no more than kPending of this thread's groups are under way.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+#else
+
+template <int kBytes>
+void copy_async(void* to, const void* from) {
+  simt::copy_async(to, from, kBytes);
+}
+inline void commit_copies() { simt::commit_copies(); }
+template <int kPending>
+void wait_copies() {
+  simt::wait_copies(kPending);
+}
+
+#endif
+
+}  // namespace fp4ext::kernels
