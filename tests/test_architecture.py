@@ -25,7 +25,7 @@ ORDER = """
     recipe
     policy
     policies
-    linear experts
+    linear experts quantized
     noise
     convert
     backends
