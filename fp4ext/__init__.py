@@ -1,5 +1,7 @@
 """fp4ext: train, sample and reinforce PyTorch models in 4 bits. See README.md and docs/."""
 
+import importlib
+
 import torch  # noqa: F401  (loads libtorch before _C)
 
 from . import formats, policies
@@ -12,6 +14,7 @@ from .noise import gradient_noise
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
+from .quantized import QuantizedLinear
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
 
@@ -24,6 +27,7 @@ __all__ = [
     "Linear",
     "Policy",
     "QTensor",
+    "QuantizedLinear",
     "Recipe",
     "Report",
     "Spec",
@@ -42,3 +46,10 @@ __all__ = [
     "stage",
     "storage_bits",
 ]
+
+
+def __getattr__(name: str):
+    """fp4ext.export, imported when it is first used."""
+    if name == "export":
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """A linear layer whose weight stays packed: what a sampler holds in memory.
 
-    y [.., N] = gemm(Q(x), ŵ) + bias        4.5 bits a weight in NVFP4, no copy in a wider type
+y [.., N] = gemm(Q(x), ŵ) + bias        4.5 bits a weight in NVFP4, no copy in a wider type
 """
 
 from __future__ import annotations
@@ -73,4 +73,6 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         bits = f"{self.weight.bits_per_element:.2f} bits a weight"
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format}, {bits}, x={self.x}"
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format}, {bits}, x={self.x}"
+        )

@@ -63,8 +63,8 @@ def stack(experts: str, parts: dict[str, dict[int, Weight]], layout: Layout) -> 
     if "down_proj" in parts:
         return f"{experts}.{down}", pile([parts["down_proj"][e] for e in numbers[0]])
     pairs = [_join(experts, parts["gate_proj"][e], parts["up_proj"][e]) for e in numbers[0]]
-    pile = pile(pairs)
-    return f"{experts}.{both}", reorder(pile, interleave(rows(pile)))
+    whole = pile(pairs)
+    return f"{experts}.{both}", reorder(whole, interleave(rows(whole)))
 
 
 def is_stack(weight: Weight) -> bool:
@@ -97,16 +97,14 @@ def _join(experts: str, gate: Weight, up: Weight) -> Weight:
             f"{experts}: gate and up of an expert have outer scales that differ, and a stack has one for both; "
             "accepted: equal ones, or requantize"
         )
-    codes = torch.cat((gate.q.codes.view(torch.uint8), up.q.codes.view(torch.uint8))).view(gate.q.codes.dtype)
-    return replace(gate, q=replace(gate.q, codes=codes, scales=_cat_bytes((gate.q.scales, up.q.scales)), shape=_sum(gate, up)))
+    shape = torch.Size((gate.q.shape[0] + up.q.shape[0], gate.q.shape[1]))
+    codes, scales = (_bytes(torch.cat, [getattr(w.q, what) for w in (gate, up)]) for what in ("codes", "scales"))
+    return replace(gate, q=replace(gate.q, codes=codes, scales=scales, shape=shape))
 
 
-def _sum(gate: Stored, up: Stored) -> torch.Size:
-    return torch.Size((gate.q.shape[0] + up.q.shape[0], gate.q.shape[1]))
-
-
-def _cat_bytes(tensors) -> Tensor:
-    return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
+def _bytes(join, tensors: list[Tensor]) -> Tensor:
+    """join of tensors as bytes: torch joins few of the 8-bit types."""
+    return join([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
 def pile(weights: list[Weight]) -> Weight:
@@ -117,11 +115,12 @@ def pile(weights: list[Weight]) -> Weight:
     if len(formats_) > 1:
         raise Refused(f"experts of a stack in {', '.join(map(str, formats_))}; accepted: one format, or requantize")
     first = weights[0]
-    codes = torch.stack([w.q.codes.view(torch.uint8) for w in weights]).view(first.q.codes.dtype)
-    scales = torch.stack([w.q.scales.view(torch.uint8) for w in weights]).view(first.q.scales.dtype)
+    codes, scales = (_bytes(torch.stack, [getattr(w.q, what) for w in weights]) for what in ("codes", "scales"))
     outer = None
     if first.outer is not None:
-        outer = Outer(*(torch.stack([getattr(w.outer, what) for w in weights]) for what in ("numerator", "denominator")))
+        outer = Outer(
+            *(torch.stack([getattr(w.outer, what) for w in weights]) for what in ("numerator", "denominator"))
+        )
     q = replace(first.q, codes=codes, scales=scales, shape=torch.Size((len(weights), *first.q.shape)))
     q = q if outer is None else replace(q, global_scale=spread(outer.value, q))
     return Stored(q, outer, first.input_amax)

@@ -51,7 +51,7 @@ class Checkpoint(Mapping):
         return len(self._groups)
 
     def weight(self, name: str) -> Stored | Tensor:
-        """A weight with its outer scale in the file's own numbers. Raises KeyError, or Refused for one that is faulty."""
+        """A weight, its outer scale in the file's own numbers. Raises KeyError, or Refused for one that is faulty."""
         if self._formats[name] is None:
             return self.folder.read(name)
         return self.layout.read(name, self._groups[name], self.folder, config_dtype(self.config))

@@ -15,7 +15,7 @@ import torch
 from ..formats import MXFP4, MXFP8, NVFP4
 from .errors import Refused
 from .folder import Folder
-from .layout import Layout, Pieces, Written, need
+from .layout import Layout, Pieces, need, number
 from .stored import STOCK, Outer, stored
 
 U8, E4M3, E8M0 = torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -68,7 +68,7 @@ class CompressedTensors(Layout):
         if fmt is NVFP4:
             g = folder.read(group["global_scale"])
             outer = Outer(torch.ones_like(g), g)
-        amax = STOCK / folder.read(group["input_scale"]).reshape(()) if "input_scale" in group else None
+        amax = STOCK / number(folder, group["input_scale"]) if "input_scale" in group else None
         return stored(f"{folder.path}: {name!r}", fmt, codes, scales, outer, dtype, amax)
 
     def why_not(self, name, weight_format):
@@ -86,7 +86,9 @@ class CompressedTensors(Layout):
             return Pieces(tensors | {f"{prefix}weight_scale": q.scales.view(U8)})
         g, exact = weight.outer.as_divisor()
         if not bool(((g > 0) & g.isfinite()).all()):
-            raise Refused(f"{name!r}: outer scale {weight.outer.value.item()} has no fp32 divisor; accepted: a normal one")
+            raise Refused(
+                f"{name!r}: outer scale {weight.outer.value.item()} has no fp32 divisor; accepted: a normal one"
+            )
         if not exact:
             lost = "1/global_scale is rounded to fp32 (relative 2^-24)"
         tensors |= {f"{prefix}weight_scale": q.scales, f"{prefix}weight_global_scale": g.reshape(1)}
@@ -101,7 +103,9 @@ class CompressedTensors(Layout):
         for i, fmt in enumerate(used):
             # One format: every Linear but the ignored ones, as readers that fuse layers expect. Several: by name.
             targets = ["Linear"] if len(used) == 1 else modules[fmt]
-            inputs = _args(fmt, local=True) if written.with_input_amax == len(written.formats) and fmt == "nvfp4" else None
+            inputs = (
+                _args(fmt, local=True) if written.with_input_amax == len(written.formats) and fmt == "nvfp4" else None
+            )
             groups[f"group_{i}"] = {
                 "targets": targets,
                 "weights": _args(fmt),

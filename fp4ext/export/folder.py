@@ -73,7 +73,9 @@ class Folder:
         ours = {"config.json", "hf_quant_config.json", INDEX}
         kinds = {".json", ".txt", ".model", ".jinja", ".md", ""}
         return sorted(
-            p for p in self.path.iterdir() if p.suffix in kinds and p.name not in ours and p.is_file() and p.name[0] != "."
+            p
+            for p in self.path.iterdir()
+            if p.suffix in kinds and p.name not in ours and p.is_file() and p.name[0] != "."
         )
 
     def _shards(self) -> tuple[list[Path], dict[str, str] | None]:
@@ -81,7 +83,9 @@ class Folder:
         if self.path.is_file():
             return [self.path], None
         if not self.path.is_dir():
-            raise Refused(f"{self.path}: not there; accepted: a folder with {WEIGHTS} or {INDEX}, or a safetensors file")
+            raise Refused(
+                f"{self.path}: not there; accepted: a folder with {WEIGHTS} or {INDEX}, or a safetensors file"
+            )
         index = self.path / INDEX
         if not index.exists():
             found = sorted(self.path.glob("*.safetensors"))
@@ -102,10 +106,14 @@ class Folder:
     def _add(self, shard: Path, header: Header, listed: dict[str, str] | None) -> None:
         for name, slot in header.slots.items():
             if name in self.slots:
-                raise Refused(f"{shard}: tensor {name!r} is also in {self._files[name].name}; accepted: one of each name")
+                raise Refused(
+                    f"{shard}: tensor {name!r} is also in {self._files[name].name}; accepted: one of each name"
+                )
             if listed is not None and listed.get(name) != shard.name:
                 what = f"the index has it in {listed[name]}" if name in listed else "the index does not list it"
-                raise Refused(f"{shard}: tensor {name!r} is here, {what}; accepted: an index that agrees with its files")
+                raise Refused(
+                    f"{shard}: tensor {name!r} is here, {what}; accepted: an index that agrees with its files"
+                )
             self.slots[name], self._files[name] = slot, shard
         for key, value in header.metadata.items():
             if self.metadata.setdefault(key, value) != value:

@@ -135,7 +135,10 @@ def _slot(path: Path, name: str, entry) -> Slot:
         refuse(f"data_offsets is {_short(offsets)}", "[begin, end]")
     size = math.prod(shape) * dtype.itemsize
     if size != offsets[1] - offsets[0]:
-        refuse(f"{entry['dtype']} {shape} takes {size} bytes, its offsets span {offsets[1] - offsets[0]}", "equal sizes")
+        refuse(
+            f"{entry['dtype']} {_short(shape)} takes {size} bytes, its offsets span {offsets[1] - offsets[0]}",
+            "equal sizes",
+        )
     return Slot(dtype, tuple(shape), *offsets)
 
 

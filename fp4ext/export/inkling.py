@@ -1,7 +1,7 @@
 """Layout "inkling": NVFP4 experts, stacked, with dotted companions.
 
-    experts.w13_weight u8 [E, 2F, D/2], rows g0, u0, g1, u1, …   experts.w2_weight u8 [E, D, F/2]
-    .scale e4m3 [E, N, K/16]   .scale2 f32 [E], a multiplier   .input_amax bf16 [1]   .original_shape i64 [3]
+experts.w13_weight u8 [E, 2F, D/2], rows g0, u0, g1, u1, …   experts.w2_weight u8 [E, D, F/2]
+.scale e4m3 [E, N, K/16]   .scale2 f32 [E], a multiplier   .input_amax bf16 [1]   .original_shape i64 [3]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from ..formats import NVFP4
 from .errors import Refused
 from .folder import Folder
-from .layout import Layout, Pieces, need
+from .layout import Layout, Pieces, need, number
 from .stored import Outer, stored
 
 WEIGHTS = ("w13_weight", "w2_weight")
@@ -21,11 +21,7 @@ class Inkling(Layout):
     """See the module."""
 
     name, formats, stacked, experts_only = "inkling", (NVFP4,), True, True
-    roles = {
-        f"{weight}.{suffix}": f"{weight} {role}"
-        for weight in WEIGHTS
-        for suffix, role in (("scale", "scale"), ("scale2", "scale2"), ("input_amax", "input_amax"), ("original_shape", "shape"))
-    }
+    roles = {"scale": "scale", "scale2": "scale2", "input_amax": "input_amax", "original_shape": "shape"}
 
     def claims(self, folder: Folder) -> bool:
         return any(name.endswith(tuple(f"{weight}.scale" for weight in WEIGHTS)) for name in folder.slots)
@@ -34,11 +30,9 @@ class Inkling(Layout):
         return prefix
 
     def split(self, tensor):
-        for weight in WEIGHTS:
-            head, dot, tail = tensor.rpartition(f"{weight}.")
-            role = {"scale": "scale", "scale2": "scale2", "input_amax": "input_amax", "original_shape": "shape"}.get(tail)
-            if dot and role:
-                return f"{head}{weight}", role
+        head, _, tail = tensor.rpartition(".")
+        if tail in self.roles and head.endswith(WEIGHTS):
+            return head, self.roles[tail]
         return tensor, "plain"
 
     def format(self, name, group, folder):
@@ -52,10 +46,13 @@ class Inkling(Layout):
     def read(self, name, group, folder, dtype):
         self.format(name, group, folder)
         codes, scales = folder.read(group["plain"]), folder.read(group["scale"])
-        amax = folder.read(group["input_amax"]).float().reshape(()) if "input_amax" in group else None
-        weight = stored(f"{folder.path}: {name!r}", NVFP4, codes, scales, Outer(folder.read(group["scale2"])), dtype, amax)
-        if "shape" in group and (said := tuple(folder.read(group["shape"]).tolist())) != tuple(weight.q.shape):
-            raise Refused(f"{folder.path}: {group['shape']!r} says {said}; accepted: {tuple(weight.q.shape)}, as the codes")
+        outer = Outer(folder.read(group["scale2"]))
+        amax = number(folder, group["input_amax"]) if "input_amax" in group else None
+        weight = stored(f"{folder.path}: {name!r}", NVFP4, codes, scales, outer, dtype, amax)
+        said = folder.read(group["shape"]).tolist() if "shape" in group else list(weight.q.shape)
+        if said != list(weight.q.shape):
+            what = f"{group['shape']!r} says {said}"
+            raise Refused(f"{folder.path}: {what}; accepted: {list(weight.q.shape)}, as the codes")
         return weight
 
     def write(self, name, weight):

@@ -55,6 +55,18 @@ class Inkling2(Layout):
         outer = Outer(folder.read(group["amax"]), folder.read(group["denominator"])) if fmt is NVFP4 else None
         return stored(f"{folder.path}: {name!r}", fmt, codes, scales, outer, dtype)
 
+    def describe(self, config, written):
+        if set(written.formats.values()) != {"mxfp8"} or "loop" in str(config.get("model_type")):
+            return super().describe(config, written)  # NVFP4 is known by its tensors
+        about = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [1, 32],
+            "scale_fmt": "ue8m0",
+            "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in written.plain),
+        }
+        return {"config.json": config | {"quantization_config": about}}
+
     def write(self, name, weight):
         q = weight.q
         if q.format is MXFP8:

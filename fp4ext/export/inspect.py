@@ -184,7 +184,11 @@ def _config_faults(checkpoint: Checkpoint) -> list[str]:
         listed = next((p for p in excluded if _matches(module, p)), None)
         if checkpoint.format(name) is not None and listed is not None:
             faults.append(f"{name!r} is quantized, the config excludes it ({listed!r})")
-    if checkpoint.layout.name in ("compressed-tensors", "modelopt") and not about and not checkpoint.folder.quant_config:
+    if (
+        checkpoint.layout.name in ("compressed-tensors", "modelopt")
+        and not about
+        and not checkpoint.folder.quant_config
+    ):
         faults.append("config.json has no quantization_config: readers will not know that weights are packed")
     return faults
 

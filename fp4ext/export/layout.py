@@ -139,7 +139,17 @@ def need(name: str, group: Group, folder: Folder, **roles: tuple[torch.dtype, ..
         dtype = folder.slots[group[role]].dtype
         if dtype not in dtypes:
             accepted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-            raise Refused(f"{folder.path}: {group[role]!r} is {str(dtype).removeprefix('torch.')}; accepted: {accepted}")
+            raise Refused(
+                f"{folder.path}: {group[role]!r} is {str(dtype).removeprefix('torch.')}; accepted: {accepted}"
+            )
     extra = next((group[role] for role in group if role not in roles), None)
     if extra is not None:
         raise Refused(f"{folder.path}: {extra!r} has no meaning beside {', '.join(group[r] for r in roles)}")
+
+
+def number(folder: Folder, tensor: str) -> Tensor:
+    """A tensor of one positive number, as fp32 []. Raises Refused for anything else."""
+    value = folder.read(tensor).float()
+    if value.numel() != 1 or not bool(value.isfinite().all() & (value > 0).all()):
+        raise Refused(f"{folder.path}: {tensor!r} is no positive number; accepted: one")
+    return value.reshape(())

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import torch
 
+from .. import __version__
 from ..formats import MXFP8, NVFP4
 from .folder import Folder
-from .layout import Layout, Pieces, need
+from .layout import Layout, Pieces, need, number
 from .stored import STOCK, Outer, stored
 
 U8, E4M3, E8M0, F32 = torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
@@ -50,7 +51,7 @@ class ModelOpt(Layout):
         fmt = self.format(name, group, folder)
         codes, scales = folder.read(group["plain"]), folder.read(group["scale"])
         outer = Outer(folder.read(group["scale_2"])) if fmt is NVFP4 else None
-        amax = folder.read(group["input_scale"]).reshape(()) * STOCK if "input_scale" in group else None
+        amax = number(folder, group["input_scale"]) * STOCK if "input_scale" in group else None
         return stored(f"{folder.path}: {name!r}", fmt, codes, scales, outer, dtype, amax)
 
     def why_not(self, name, weight_format):
@@ -80,12 +81,21 @@ class ModelOpt(Layout):
         else:
             layers = {name.removesuffix(".weight"): algo[fmt] for name, fmt in sorted(written.formats.items())}
             about = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers} | about
-        producer = {"name": "modelopt", "version": "0.47.0"}
-        method = {"quant_method": "modelopt", "quant_algo": about["quant_algo"], "ignore": exclude, "producer": producer}
-        if "quantized_layers" in about:
-            method["quantized_layers"] = about["quantized_layers"]
-        else:
-            method["group_size"] = about["group_size"]
+        producer = {"name": "fp4ext", "version": __version__}
+        groups = {}
+        for i, fmt in enumerate(used):
+            names = sorted(name.removesuffix(".weight") for name, f in written.formats.items() if f == fmt)
+            args = {"dynamic": False, "num_bits": 4 if fmt == "nvfp4" else 8, "type": "float"}
+            args["group_size"] = algo[fmt]["group_size"]
+            inputs = {} if algo[fmt]["quant_algo"] == "W4A16_NVFP4" else {"input_activations": args}
+            groups[f"group_{i}"] = inputs | {"weights": args, "targets": ["Linear"] if len(used) == 1 else names}
+        method = {
+            "config_groups": groups,
+            "ignore": exclude,
+            "quant_algo": about["quant_algo"],
+            "producer": producer,
+            "quant_method": "modelopt",
+        }
         return {
             "hf_quant_config.json": {"producer": producer, "quantization": about},
             "config.json": config | {"quantization_config": method},

@@ -1,4 +1,4 @@
-"""What the names of a checkpoint's tensors say: which are matrices of linear layers, which are experts, which go together.
+"""What the names of a checkpoint's tensors say: which are linear layers' matrices, which experts, which go together.
 
 Names are all there is: no model class is needed, so a checkpoint of any architecture can be quantized from its files.
 """

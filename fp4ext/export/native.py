@@ -1,6 +1,6 @@
 """Layout "fp4ext": every format and shape that a QTensor can have, as QTensor.to_safetensors writes it.
 
-    NAME.codes   NAME.scales   NAME.global_scale      and in the file's metadata NAME.format, NAME.shape, NAME.dtype
+NAME.codes   NAME.scales   NAME.global_scale      and in the file's metadata NAME.format, NAME.shape, NAME.dtype
 """
 
 from __future__ import annotations

@@ -16,7 +16,12 @@ class Bar:
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (BarColumn(bar_width=32), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+            columns = (
+                BarColumn(bar_width=32),
+                DownloadColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+            )
             self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
             self.task = self.progress.add_task("", total=self.total)
             self.progress.start()

@@ -6,7 +6,6 @@ from names, shapes and dtypes, and refused if it must be; then bytes are read; t
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from .errors import Refused
 from .layout import Layout, Written
 from .progress import Bar
 from .source import Source, source_of
-from .stored import Outer, Stored, check_scales
+from .stored import Stored, check_scales
 from .writer import SHARD, Writer, check_target
 
 SMALL = 1024  # elements: below, scales and names cost more than codes save
@@ -62,7 +61,9 @@ class Report:
         what = ", ".join(f"{n} in {fmt}" for fmt, n in counts.items()) or "none quantized"
         lines = [f"{self.folder} ({self.layout}): {what}; {self.was:,} bytes → {self.bytes:,}"]
         lines += [f"  {len(names)} left plain: {why}" for why, names in self._by(self.left)]
-        lines += [f"  {len(names)} not exactly as before: {what} ({names[0]}, …)" for what, names in self._by(self.lost)]
+        lines += [
+            f"  {len(names)} not exactly as before: {what} ({names[0]}, …)" for what, names in self._by(self.lost)
+        ]
         if self.clipped:
             n = sum(self.clipped.values())
             lines.append(f"  {n} elements in {len(self.clipped)} weights were clipped: they outgrew the stored scales")
@@ -136,7 +137,9 @@ def _chooser(policy, layout: Layout, src: Source) -> Callable[[str], Spec | None
         try:
             policy = Spec.parse(policy)
         except ValueError as error:
-            raise Refused(f"unknown policy {policy!r}; policies: {', '.join(policies.names())}; or a spec ({error})") from None
+            raise Refused(
+                f"unknown policy {policy!r}; policies: {', '.join(policies.names())}; or a spec ({error})"
+            ) from None
     if isinstance(policy, Spec):
         if policy.needs_rng:
             raise Refused(f"policy {policy}: weights are stored once; accepted: rounding nearest, rht none")
@@ -268,7 +271,9 @@ class _Job:
                 wanted = {"down_proj"} if part == "down_proj" else {"gate_proj", "up_proj"}
                 unit = [other for other in self.names if self._of_experts(other, match["experts"], wanted)]
             elif name in self.specs and self.specs[name].outer in ("tensor", "pow2"):
-                unit = [n for n in naming.together(name, names) if n in self.specs and self.specs[n] == self.specs[name]]
+                unit = [
+                    n for n in naming.together(name, names) if n in self.specs and self.specs[n] == self.specs[name]
+                ]
             done.update(unit)
             yield unit
 
@@ -333,9 +338,7 @@ class _Job:
         plain = {name: w for name, w in pieces if isinstance(w, Tensor) and w.dim() == 2}
         own = {name: ops.amax(w, spec.key) for name, w in plain.items()}
         groups = {name: naming.together(name, own) for name in own}
-        return {
-            name: torch.stack([own[n] for n in group]).amax(0) for name, group in groups.items() if len(group) > 1
-        }
+        return {name: torch.stack([own[n] for n in group]).amax(0) for name, group in groups.items() if len(group) > 1}
 
     def _quantized(self, name: str, x: Tensor, spec: Spec, amax: Tensor | None) -> Stored:
         if self.like is not None and name in self.like and self.like.format(name) is not None:

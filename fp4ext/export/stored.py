@@ -111,7 +111,9 @@ class Stored:
             d = self.outer.denominator
             outer = Outer(self.outer.numerator[e], d[e] if d.dim() else d)
         shape = torch.Size((codes.shape[0], self.q.shape[-1]))
-        q = replace(self.q, codes=codes, scales=scales, shape=shape, global_scale=None if outer is None else outer.value)
+        q = replace(
+            self.q, codes=codes, scales=scales, shape=shape, global_scale=None if outer is None else outer.value
+        )
         return Stored(q, outer, self.input_amax)
 
     def rows(self, order: Tensor) -> Stored:
@@ -161,7 +163,9 @@ def stored(
     k = codes.shape[-1] * format.codes_per_byte
     if k % format.block or tuple(scales.shape) != (*codes.shape[:-1], k // format.block):
         wanted = f"{(*codes.shape[:-1], k // format.block)}, K in whole blocks of {format.block}"
-        raise Refused(f"{name}: codes {tuple(codes.shape)} with scales {tuple(scales.shape)}; accepted: scales {wanted}")
+        raise Refused(
+            f"{name}: codes {tuple(codes.shape)} with scales {tuple(scales.shape)}; accepted: scales {wanted}"
+        )
     codes, scales = codes.view(format.codes_dtype), scales.view(format.scale_dtype)
     check_scales(name, format, scales)
     if format.element.bits == 8 and bool(codes.float().isnan().any()):
@@ -180,7 +184,9 @@ def check_scales(name: str, format: formats.Format, scales: Tensor) -> None:
     if bool(bad.any()):
         where = tuple(bad.nonzero()[0].tolist())
         accepted = "0x00 to 0xFE" if format.scale_dtype == torch.float8_e8m0fnu else "0x00 to 0x7E"
-        raise Refused(f"{name}: scale byte {data[where].item():#04x} at {where} is NaN or negative; accepted: {accepted}")
+        raise Refused(
+            f"{name}: scale byte {data[where].item():#04x} at {where} is NaN or negative; accepted: {accepted}"
+        )
 
 
 def check_outer(name: str, outer: Outer, codes: Tensor) -> Outer:
@@ -191,10 +197,14 @@ def check_outer(name: str, outer: Outer, codes: Tensor) -> Outer:
         if part.dtype != torch.float32:
             raise Refused(f"{name}: outer scale is {part.dtype}; accepted: float32")
         if part.numel() not in (1, *stack) or part.dim() > 3:
-            raise Refused(f"{name}: outer scale has shape {tuple(part.shape)}; accepted: one number, or one for each expert")
+            raise Refused(
+                f"{name}: outer scale has shape {tuple(part.shape)}; accepted: one number, or one for each expert"
+            )
         part = part.reshape(-1)
         if not bool((part.isfinite() & (part >= least)).all()):
-            raise Refused(f"{name}: outer scale {part[~(part.isfinite() & (part >= least))][0].item()}; accepted: finite, ≥ 0")
+            raise Refused(
+                f"{name}: outer scale {part[~(part.isfinite() & (part >= least))][0].item()}; accepted: finite, ≥ 0"
+            )
         parts.append(part.reshape(()) if part.numel() == 1 else part)
     numerator, denominator = parts
     outer = Outer(numerator.expand(stack).contiguous(), denominator)
