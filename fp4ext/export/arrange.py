@@ -73,18 +73,22 @@ def is_stack(weight: Weight) -> bool:
 
 
 def rows(weight: Weight) -> int:
+    """How many rows each of its matrices has."""
     return (weight.q.shape if isinstance(weight, Stored) else weight.shape)[-2]
 
 
 def count(weight: Weight) -> int:
+    """How many experts a stack has."""
     return (weight.q.shape if isinstance(weight, Stored) else weight.shape)[0]
 
 
 def matrix(weight: Weight, e: int, which: slice = slice(None)) -> Weight:
+    """Some rows of one expert."""
     return weight.matrix(e, which) if isinstance(weight, Stored) else weight[e, which]
 
 
 def reorder(weight: Weight, order: Tensor) -> Weight:
+    """The rows of each matrix in another order."""
     return weight.rows(order) if isinstance(weight, Stored) else weight[..., order, :]
 
 

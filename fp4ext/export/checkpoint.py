@@ -11,6 +11,7 @@ from torch import Tensor
 from ..formats import Format
 from ..qtensor import QTensor
 from . import layouts
+from .errors import Refused
 from .folder import Folder, config_dtype
 from .layout import Group, Layout
 from .stored import Stored
@@ -39,6 +40,9 @@ class Checkpoint(Mapping):
         self.config = self.folder.config
         self._groups = self.layout.groups(self.folder)
         self._formats = {name: self.layout.format(name, group, self.folder) for name, group in self._groups.items()}
+        for name, fmt in self._formats.items():
+            if fmt is None:
+                self._check_plain(name)
 
     def __getitem__(self, name: str) -> QTensor | Tensor:
         weight = self.weight(name)
@@ -79,6 +83,16 @@ class Checkpoint(Mapping):
     def group(self, name: str) -> Group:
         """The tensors that a weight is made of, by role."""
         return self._groups[name]
+
+    def _check_plain(self, name: str) -> None:
+        """Codes without a scale are no weight: they must not pass for one."""
+        slot = self.folder.slots.get(name)
+        if slot is None:
+            raise Refused(f"{self.folder.path}: {name!r} is missing, a piece that belongs to it is there")
+        packed = slot.dtype == torch.uint8 and len(slot.shape) > 1 and name.endswith("weight")
+        if slot.dtype.itemsize == 1 and (slot.dtype.is_floating_point or packed):
+            what = f"is {str(slot.dtype).removeprefix('torch.')}, and no scale of it is there"
+            raise Refused(f"{self.folder.path}: {name!r} {what}; accepted: a weight with its scales")
 
     def __repr__(self) -> str:
         packed = sum(fmt is not None for fmt in self._formats.values())

@@ -31,6 +31,7 @@ class CompressedTensors(Layout):
         ".weight_scale": "scale",
         ".weight_global_scale": "global_scale",
         ".input_global_scale": "input_scale",
+        ".weight_zero_point": "zero_point",  # none of these formats has one: refused beside their pieces
         ".weight": "plain",
     }
 

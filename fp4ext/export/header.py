@@ -116,8 +116,10 @@ def parse_json(data: bytes, path: Path):
 
     try:
         return json.loads(data.decode(), object_pairs_hook=once, parse_constant=constant)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"{path}: not valid JSON ({str(error) or 'nested too deep'}); accepted: a JSON object") from None
+    except RecursionError:
+        raise Refused(f"{path}: JSON nested too deep; accepted: a JSON object") from None
+    except ValueError as error:
+        raise Refused(f"{path}: not valid JSON ({error}); accepted: a JSON object") from None
 
 
 def _slot(path: Path, name: str, entry) -> Slot:

@@ -25,7 +25,13 @@ class ModelOpt(Layout):
     """See the module."""
 
     name, formats = "modelopt", (NVFP4, MXFP8)
-    roles = {".weight_scale": "scale", ".weight_scale_2": "scale_2", ".input_scale": "input_scale", ".weight": "plain"}
+    roles = {
+        ".weight_scale": "scale",
+        ".weight_scale_2": "scale_2",
+        ".input_scale": "input_scale",
+        ".pre_quant_scale": "pre_quant_scale",  # it would change what the weight means: refused
+        ".weight": "plain",
+    }
 
     def claims(self, folder: Folder) -> bool:
         if any(name.endswith(".weight_scale_2") for name in folder.slots):

@@ -201,10 +201,9 @@ def check_outer(name: str, outer: Outer, codes: Tensor) -> Outer:
                 f"{name}: outer scale has shape {tuple(part.shape)}; accepted: one number, or one for each expert"
             )
         part = part.reshape(-1)
-        if not bool((part.isfinite() & (part >= least)).all()):
-            raise Refused(
-                f"{name}: outer scale {part[~(part.isfinite() & (part >= least))][0].item()}; accepted: finite, ≥ 0"
-            )
+        good = part.isfinite() & (part >= least)
+        if not bool(good.all()):
+            raise Refused(f"{name}: outer scale has {part[~good][0].item()} in it; accepted: finite, positive")
         parts.append(part.reshape(()) if part.numel() == 1 else part)
     numerator, denominator = parts
     outer = Outer(numerator.expand(stack).contiguous(), denominator)
