@@ -1,5 +1,7 @@
 """fp4ext: train, sample and reinforce PyTorch models in 4 bits. See README.md and docs/."""
 
+import importlib
+
 import torch  # noqa: F401  (loads libtorch before _C)
 
 from . import formats, policies
@@ -14,6 +16,7 @@ from .packed import PackedLinear, pack, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
+from .quantized import QuantizedLinear
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
 
@@ -27,6 +30,7 @@ __all__ = [
     "PackedLinear",
     "Policy",
     "QTensor",
+    "QuantizedLinear",
     "Recipe",
     "Report",
     "Spec",
@@ -48,3 +52,10 @@ __all__ = [
     "stage",
     "storage_bits",
 ]
+
+
+def __getattr__(name: str):
+    """fp4ext.export, imported when it is first used."""
+    if name == "export":
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,7 @@ ORDER = """
     policy
     policies
     linear experts
-    packed
+    quantized packed
     noise
     convert
     backends
