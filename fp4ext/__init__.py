@@ -5,8 +5,10 @@ import torch  # noqa: F401  (loads libtorch before _C)
 from . import formats, policies
 from .backends import backends
 from .convert import Report, convert, revert, set_step, storage_bits
+from .experts import Experts, grouped_linear
 from .formats import Format
 from .gemm import gemm
+from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
 from .policy import Policy, current_stage, stage
@@ -19,11 +21,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Dgrad",
+    "Experts",
     "Format",
     "Fprop",
     "Linear",
     "Policy",
     "QTensor",
+    "Ragged",
     "Recipe",
     "Report",
     "Spec",
@@ -34,6 +38,9 @@ __all__ = [
     "formats",
     "gemm",
     "gradient_noise",
+    "grouped_gemm",
+    "grouped_linear",
+    "grouped_quantize",
     "linear",
     "policies",
     "quantize",

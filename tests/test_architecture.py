@@ -22,10 +22,12 @@ ORDER = """
     qtensor
     quantize
     gemm
+    grouped
     recipe
     policy
     policies
-    linear experts
+    linear
+    experts
     noise
     convert
     backends
