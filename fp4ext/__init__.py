@@ -8,8 +8,10 @@ from . import formats, policies
 from .attention import attention
 from .backends import backends
 from .convert import Report, convert, revert, set_step, storage_bits
+from .experts import Experts, grouped_linear
 from .formats import Format
 from .gemm import gemm
+from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
 from .packed import PackedLinear, pack, refit
@@ -24,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Dgrad",
+    "Experts",
     "Format",
     "Fprop",
     "Linear",
@@ -31,6 +34,7 @@ __all__ = [
     "Policy",
     "QTensor",
     "QuantizedLinear",
+    "Ragged",
     "Recipe",
     "Report",
     "Spec",
@@ -42,6 +46,9 @@ __all__ = [
     "formats",
     "gemm",
     "gradient_noise",
+    "grouped_gemm",
+    "grouped_linear",
+    "grouped_quantize",
     "linear",
     "pack",
     "policies",

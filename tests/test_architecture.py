@@ -22,10 +22,12 @@ ORDER = """
     qtensor
     quantize
     gemm attention
+    grouped
     recipe
     policy
     policies
-    linear experts
+    linear
+    experts
     quantized packed
     noise
     convert
