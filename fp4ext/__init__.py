@@ -1,17 +1,24 @@
 """fp4ext: train, sample and reinforce PyTorch models in 4 bits. See README.md and docs/."""
 
+import importlib
+
 import torch  # noqa: F401  (loads libtorch before _C)
 
 from . import formats, policies
+from .attention import attention
 from .backends import backends
 from .convert import Report, convert, revert, set_step, storage_bits
+from .experts import Experts, grouped_linear
 from .formats import Format
 from .gemm import gemm
+from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
+from .packed import PackedLinear, pack, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
+from .quantized import QuantizedLinear
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
 
@@ -19,26 +26,43 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Dgrad",
+    "Experts",
     "Format",
     "Fprop",
     "Linear",
+    "PackedLinear",
     "Policy",
     "QTensor",
+    "QuantizedLinear",
+    "Ragged",
     "Recipe",
     "Report",
     "Spec",
     "Wgrad",
+    "attention",
     "backends",
     "convert",
     "current_stage",
     "formats",
     "gemm",
     "gradient_noise",
+    "grouped_gemm",
+    "grouped_linear",
+    "grouped_quantize",
     "linear",
+    "pack",
     "policies",
     "quantize",
+    "refit",
     "revert",
     "set_step",
     "stage",
     "storage_bits",
 ]
+
+
+def __getattr__(name: str):
+    """fp4ext.export, imported when it is first used."""
+    if name == "export":
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -88,6 +88,15 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     return y.view(*x.shape[:-1], w.shape[0])
 
 
+def fprop(x: Tensor, w: QTensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """What `linear` gives without gradients, where w is quantized already and nothing is random."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    y = _gemm(_quantize(rows, recipe.fprop.x, "x"), w, bias, x.dtype)
+    return y.view(*x.shape[:-1], w.shape[0])
+
+
 def _split_mean(rows: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """x less its mean over tokens, and the bias that makes up for it, w·μ + bias in fp32."""
     mean = rows.mean(0, dtype=torch.float32)
@@ -216,11 +225,10 @@ def _flatten(operand: Operand):
     """The tensors of an operand, and a function that takes them off the front of a list and rebuilds it."""
     if isinstance(operand, Tensor):
         return [operand], lambda saved: saved.pop(0)
-    named = operand.tensors()
-    rest = (operand.format, operand.shape, operand.dtype)
+    kind, named = type(operand), operand.tensors()
+    rest = {name: value for name, value in vars(operand).items() if name not in named}
 
-    def rebuild(saved: list[Tensor]) -> QTensor:
-        fields = {name: saved.pop(0) for name in named}
-        return QTensor(fields["codes"], fields["scales"], fields.get("global_scale"), *rest)
+    def rebuild(saved: list[Tensor]):
+        return kind(**{name: saved.pop(0) for name in named}, **rest)
 
     return list(named.values()), rebuild

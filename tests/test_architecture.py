@@ -21,11 +21,14 @@ ORDER = """
     ops
     qtensor
     quantize
-    gemm
+    gemm attention
+    grouped
     recipe
     policy
     policies
-    linear experts
+    linear
+    experts
+    quantized packed
     noise
     convert
     backends

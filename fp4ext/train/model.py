@@ -8,15 +8,22 @@
 The residual stream and the norms are fp32; under autocast the products are BF16. `fp4ext.convert` swaps the four
 Linears of each block and nothing else, which is 24 of 25 multiplications at the tiny preset. q, k, v (and gate, up)
 share one matrix, because they share one input: it is quantized once.
+
+In the stages of RL attention sums in a fixed order (fp4ext.attention), so that with row-invariant products
+(invariant.py) a token's logits depend on that token and its past alone: fed whole, or one by one through a `Past`, in
+any batch.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import fp4ext
 
 from .presets import Shape
 
@@ -43,31 +50,69 @@ class Rope(nn.Module):
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # [batch, heads, time, head_dim]
-        cos, sin = self.cos[: x.shape[-2]].to(x.dtype), self.sin[: x.shape[-2]].to(x.dtype)
+    def forward(self, x: Tensor, start: Tensor | None = None) -> Tensor:
+        """x [batch, heads, time, head_dim]; `start` [batch]: the position of the first of them, default 0."""
+        if start is None:
+            cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        else:
+            positions = start[:, None, None] + torch.arange(x.shape[-2])
+            cos, sin = self.cos[positions], self.sin[positions]
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / √head_dim) v over the past. A CPU does it in fp32: torch's BF16 attention takes thrice as long."""
+def attend(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / √head_dim) v over the past; in the stages of RL in an order that no batch changes.
+
+    While pretraining a CPU does it in fp32: torch's BF16 attention takes thrice as long.
+    """
+    if fp4ext.current_stage() != "pretrain":
+        return fp4ext.attention(q, k, v, start)
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     with torch.autocast("cpu", enabled=False):
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True).to(v.dtype)
 
 
+@dataclass
+class Past:
+    """Keys and values of what sequences have read, for the stages of RL.
+
+    Attributes:
+        keys, values: [layers, batch, heads, capacity, head_dim], in the dtype of the activations.
+        start: int64 [batch], how many positions each sequence has read. The model writes new keys and values from there
+            on; whoever calls it moves `start`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    start: Tensor
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k and v [batch, heads, time, head_dim] behind the past; all keys and values of the layer."""
+        positions = self.start[:, None] + torch.arange(k.shape[2])
+        rows = torch.arange(len(self.start))[:, None]
+        for cache, new in ((self.keys[layer], k), (self.values[layer], v)):
+            cache[rows, :, positions] = new.transpose(1, 2)
+        return self.keys[layer], self.values[layer]
+
+
 class Attention(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, layer: int):
         super().__init__()
-        self.heads, self.head_dim = shape.heads, shape.head_dim
+        self.layer, self.heads, self.head_dim = layer, shape.heads, shape.head_dim
         self.qkv = nn.Linear(shape.d, 3 * shape.d, bias=False)
         self.out = nn.Linear(shape.d, shape.d, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, past: Past | None) -> Tensor:
         batch, time, d = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        y = attend(rope(q), rope(k), v)
+        start = past and past.start
+        q, k = rope(q, start), rope(k, start)
+        if past:
+            k, v = past.extend(self.layer, k, v)
+        y = attend(q, k, v, start)
         return self.out(y.transpose(1, 2).reshape(batch, time, d))
 
 
@@ -83,13 +128,13 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, layer: int):
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(shape.d), Attention(shape)
+        self.attention_norm, self.attention = RMSNorm(shape.d), Attention(shape, layer)
         self.mlp_norm, self.mlp = RMSNorm(shape.d), SwiGLU(shape)
 
-    def forward(self, x: Tensor, rope: Rope) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope)
+    def forward(self, x: Tensor, rope: Rope, past: Past | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, past)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -106,7 +151,7 @@ class Transformer(nn.Module):
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab, shape.d)
         self.rope = Rope(shape.head_dim, shape.context)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape.d)
         self.lm_head = nn.Linear(shape.d, shape.vocab, bias=False)
         self.init_weights(torch.Generator().manual_seed(seed))
@@ -123,9 +168,9 @@ class Transformer(nn.Module):
             p.normal_(0.0, std, generator=generator)
         self.lm_head.weight.zero_()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, past: Past | None = None) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, self.rope)
+            x = block(x, self.rope, past)
         logits = self.lm_head(self.norm(x)).float()
         return logits if targets is None else F.cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -1,0 +1,106 @@
+"""pack: a model for inference, whose converted layers hold their weights quantized once and nothing else.
+
+    packed = pack(model)     4.5 bits a weight; the model keeps its master weights
+    packed(x)                in stage "rl_sampler": the bits of model(x), which quantizes its weights at every call
+    refit(packed, model)     after the model has learned: new codes in the same memory
+
+Nothing here knows what the model is: attention and the layers that stay plain have to be row-invariant by themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .linear import Linear, fprop
+from .policy import check_stage
+from .qtensor import QTensor
+from .quantize import quantize
+
+
+class PackedLinear(nn.Module):
+    """What fp4ext.Linear computes in a stage without gradients, from weights quantized in advance.
+
+    Args:
+        linear: the layer to follow; it is not kept.
+        stage: whose recipe.
+
+    Raises:
+        ValueError: an unknown stage, or a recipe that leaves weights as they are or rounds them at random.
+    """
+
+    def __init__(self, linear: Linear, stage: str = "rl_sampler"):
+        super().__init__()
+        check_stage(stage)
+        self.recipe = linear.recipes[stage]
+        spec = self.recipe.fprop.w
+        if spec is None or self.recipe.needs_rng:
+            why = "leaves weights as they are" if spec is None else f"is random ({spec})"
+            raise ValueError(f"the recipe of stage {stage} {why}; accepted: one that rounds weights to nearest")
+        self.weight = self._quantized(linear)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
+
+    def _quantized(self, linear: Linear) -> QTensor:
+        return quantize(linear.weight, self.recipe.fprop.w, role="w")
+
+    @torch.no_grad()
+    def refit(self, linear: Linear) -> None:
+        """Take over the layer's present weights, in place."""
+        new = self._quantized(linear).tensors()
+        for name, t in self.weight.tensors().items():
+            t.copy_(new[name])
+        self.weight = replace(self.weight)  # what hangs on the old QTensor was made from the old codes
+        if self.bias is not None:
+            self.bias.copy_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fprop(x, self.weight, self.bias, self.recipe)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def extra_repr(self) -> str:
+        return repr(self.weight)
+
+
+def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
+    """A copy of the model, in eval mode and without gradients, whose converted layers are packed.
+
+    Layers whose recipe quantizes no weights in that stage are copied as they are.
+
+    Raises:
+        ValueError: an unknown stage, a recipe that rounds at random.
+    """
+    check_stage(stage)
+    # deepcopy takes what is in the memo for a copy that it has made already, so master weights are never copied.
+    memo = {
+        id(module): PackedLinear(module, stage)
+        for module in model.modules()
+        if isinstance(module, Linear) and module.recipes[stage].fprop.w is not None
+    }
+    return copy.deepcopy(model, memo).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def refit(packed: nn.Module, model: nn.Module) -> None:
+    """Give a packed copy the present weights of its model, in place: nothing is allocated but one layer's codes.
+
+    Raises:
+        ValueError: a module of the copy that the model lacks.
+    """
+    modules = dict(model.named_modules())
+    for name, module in packed.named_modules():
+        if name not in modules:
+            raise ValueError(f"the model has no {name!r}; accepted: the model that was packed")
+        if isinstance(module, PackedLinear):
+            module.refit(modules[name])
+            continue
+        theirs = modules[name]._parameters | modules[name]._buffers
+        for key, t in (module._parameters | module._buffers).items():
+            if t is not None:
+                t.copy_(theirs[key])
