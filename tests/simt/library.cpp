@@ -2,6 +2,7 @@
 
 #include "../../csrc/kernels/gemm.h"
 #include "../../csrc/ops/cuda.h"
+#include "../../csrc/ops/dispatch_cuda.h"
 
 // The library fp4ext_simt: the CUDA ops of csrc/ops, whose kernels run on the SIMT machine, on CPU tensors; the knobs of
 // the machine; and kernels that no op offers yet.
@@ -11,8 +12,22 @@ namespace {
 void configure(int64_t seed, std::string async, bool truncate) {
   static constexpr Choice<simt::Async> kAsync[] = {
       {"early", simt::Async::early}, {"late", simt::Async::late}, {"random", simt::Async::random}};
-  simt::options() = {static_cast<uint64_t>(seed), choose("async", async, kAsync), truncate};
+  auto& o = simt::options();
+  o.seed = static_cast<uint64_t>(seed), o.async = choose("async", async, kAsync), o.truncate = truncate;
 }
+
+// All tensors are on device i, which is an sm_<sm>.
+void set_device(int64_t i, int64_t sm) {
+  simt::options().device = static_cast<int>(i);
+  simt::options().devices.at(i) = static_cast<int>(sm);
+}
+
+kernels::Gemm native_kernel(const std::string& name) {
+  static constexpr Choice<kernels::Gemm> kKernels[] = {{"sm120", kernels::gemm_sm120}, {"sm100", kernels::gemm_sm100}};
+  return choose("kernel", name, kKernels);
+}
+std::string self_test(std::string kernel) { return kernels::self_test(native_kernel(kernel)); }
+std::string status(int64_t device) { return emulated_status(static_cast<int>(device)) + "\n" + native_status(static_cast<int>(device)); }
 
 // quantize with the scales of both directions in the tensor cores' layout, outer scales given.
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_swizzled(const Tensor& x, std::string key, const Tensor& rng, const Tensor& enc,
@@ -93,12 +108,20 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
 STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
 #include "schemas.inc"
   m.def("configure(int seed, str async, bool truncate) -> ()");
+  m.def("set_device(int i, int sm) -> ()");
+  m.def("self_test(str kernel) -> str");
+  m.def("status(int device) -> str");
   m.def(
       "run_gemm(str kernel, Tensor x, Tensor? x_scales, Tensor? x_global, str x_format, Tensor w, Tensor? w_scales, Tensor? w_global,"
       " str w_format, Tensor? bias, Tensor? offsets, str out_dtype) -> Tensor");
   m.def("quantize_swizzled(Tensor x, str spec, Tensor rng, Tensor enc, Tensor dec) -> (Tensor, Tensor, Tensor, Tensor)");
 }
-STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) { m.impl("configure", TORCH_BOX(&fp4ext::configure)); }
+STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
+  m.impl("configure", TORCH_BOX(&fp4ext::configure));
+  m.impl("set_device", TORCH_BOX(&fp4ext::set_device));
+  m.impl("self_test", TORCH_BOX(&fp4ext::self_test));
+  m.impl("status", TORCH_BOX(&fp4ext::status));
+}
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CPU, m) {
   m.impl("run_gemm", TORCH_BOX(&fp4ext::run_gemm));
   m.impl("quantize_swizzled", TORCH_BOX(&fp4ext::quantize_swizzled));

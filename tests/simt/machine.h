@@ -1,6 +1,7 @@
 #pragma once
 #include <ucontext.h>
 
+#include <array>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
@@ -31,7 +32,9 @@ enum class Async { early, late, random };
 struct Options {
   uint64_t seed = 0;
   Async async = Async::late;
-  bool truncate = false;  // tensor cores round each mma toward zero, instead of to nearest
+  bool truncate = false;          // tensor cores round each mma toward zero, instead of to nearest
+  std::array<int, 64> devices{};  // compute capability of each device, times 10
+  int device = 0;                 // where all tensors are
 };
 Options& options();
 

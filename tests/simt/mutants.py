@@ -103,6 +103,27 @@ def sm100(machine):
     multiply(machine, "sm100", "nvfp4", "mxfp8")
 
 
+def self_test(machine, kernel, sm):
+    """What a device's first launch does. Where it fails, the status says so and the emulated kernel is used."""
+    machine.ops.set_device(0, sm)
+    why = machine.ops.self_test(kernel)
+    if why:
+        line = machine.ops.status(0).split("\n")[1]
+        assert line == f"built, but it failed its self-test on device 0: {why}", line
+        x, w = operand("nvfp4", 20, 128, seed=1), operand("nvfp4", 24, 128, seed=2)
+        y = machine.ops.gemm(*x.parts, *w.parts, None, "float32", "invariant", "auto")
+        assert_bytes_equal(y, gemm(machine, "invariant", x, w), "the fallback")
+    assert not why, f"self-test: {why}"
+
+
+def self_test_sm120(machine):
+    self_test(machine, "sm120", 120)
+
+
+def self_test_sm100(machine):
+    self_test(machine, "sm100", 100)
+
+
 # What each check runs: only these are built from the mutant's text.
 RUNS = {
     blocks: "any/quantize_nvfp4_random.cu",
@@ -111,6 +132,8 @@ RUNS = {
     decode: "sm80/gemm_decode.cu",
     sm120: "sm120/gemm_native.cu",
     sm100: "sm100/gemm_native.cu",
+    self_test_sm120: "sm120/gemm_native.cu",
+    self_test_sm100: "sm100/gemm_native.cu",
 }
 
 # What is wrong, where, the text and what stands in its place, the check that must fail.
@@ -164,6 +187,11 @@ MUTANTS = [
     ("too few arrivals", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders);", "mbarrier_init(full + s, kLoaders + 1);", sm100),
     ("the wrong swizzle for tcgen05", "sm100/gemm_native.cu", "((piece ^ (row & 7)) << 4)", "((piece ^ (row / 2 & 3)) << 4)", sm100),
     ("the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", sm100),
+    # What the self-test of a device would meet if an instruction were misread.
+    ("self-test: scales in the wrong lanes", "sm120/gemm_native.cu", "(lane & 1) * 8 + lane / 4", "lane / 4", self_test_sm120),
+    ("self-test: no barrier in the loop", "sm120/gemm_native.cu", "__syncthreads();  // the step", "// the step", self_test_sm120),
+    ("self-test: the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", self_test_sm100),
+    ("self-test: stages share their scale columns", "sm100/gemm_native.cu", "sums + kScales + s * 2 * kColumns<Format>", "sums + kScales", self_test_sm100),
 ]  # fmt: skip
 
 

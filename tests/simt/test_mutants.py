@@ -30,3 +30,5 @@ def test_there_are_enough():
 @pytest.mark.parametrize("name", [name for name, *_ in MUTANTS])
 def test_caught(verdicts, name):
     assert verdicts[name], f"{name}: nothing failed"
+    if name.startswith("self-test"):
+        assert verdicts[name].startswith("self-test: ") and " instead of " in verdicts[name], verdicts[name]
