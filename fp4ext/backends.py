@@ -10,9 +10,10 @@ from . import _C
 def backends() -> dict[str, str]:
     """Each backend → "available", with what it uses, or the reason why not.
 
-    cpu: the C++ kernels, everywhere. The others are about the current CUDA device. emulated: both operands as bf16, from
-    sm_80 on. native: the block-scaled tensor cores of Blackwell, once they have passed a test on this device (the first
-    call runs it). cublas: torch's scaled_mm, not used yet.
+    cpu: the C++ kernels, everywhere. The others are about the current CUDA device.
+    emulated: both operands as bf16, from sm_80 on.
+    native: the block-scaled tensor cores of Blackwell, once they have passed a test on this device (the first call's).
+    cublas: torch's scaled_mm, not used yet.
     """
     runs, threads = ", ".join(_C.isas()), torch.get_num_threads()
     report = {"cpu": f"available: {_C.isa()} in use, this CPU runs {runs}, {threads} threads"}
