@@ -1,5 +1,6 @@
 """The library fp4ext_simt, built once a session."""
 
+import os
 import shutil
 
 import pytest
@@ -26,7 +27,7 @@ class Machine:
 def _machine():
     if shutil.which("g++") is None:
         pytest.skip("the SIMT machine is built with g++, which is not here")
-    return Machine(build())
+    return Machine(build(sanitize="FP4EXT_SIMT_SANITIZE" in os.environ))
 
 
 @pytest.fixture
