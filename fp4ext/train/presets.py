@@ -93,7 +93,21 @@ SMALL = Preset(
     save_every=100,
 )
 
-PRESETS = {p.name: p for p in (TINY, SMALL)}
+TASK = Preset(
+    "task",
+    Shape(layers=2, d=128, heads=4, ffn=352, context=64),
+    steps=400,
+    batch=32,
+    lr=2e-3,
+    min_lr=2e-4,
+    warmup=20,
+    eval_every=100,
+    save_every=100,
+    eval_windows=64,
+    final_windows=128,
+)
+
+PRESETS = {p.name: p for p in (TINY, SMALL, TASK)}
 
 
 def get(name: str | Preset) -> Preset:
