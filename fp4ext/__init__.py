@@ -6,11 +6,13 @@ from . import formats, policies
 from .attention import attention
 from .backends import backends
 from .convert import Report, convert, revert, set_step, storage_bits
+from .experts import Experts, grouped_linear
 from .formats import Format
 from .gemm import gemm
+from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
-from .packed import PackedLinear, pack, refit
+from .packed import PackedExperts, PackedLinear, pack, packed_weights, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
@@ -21,12 +23,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Dgrad",
+    "Experts",
     "Format",
     "Fprop",
     "Linear",
+    "PackedExperts",
     "PackedLinear",
     "Policy",
     "QTensor",
+    "Ragged",
     "Recipe",
     "Report",
     "Spec",
@@ -38,8 +43,12 @@ __all__ = [
     "formats",
     "gemm",
     "gradient_noise",
+    "grouped_gemm",
+    "grouped_linear",
+    "grouped_quantize",
     "linear",
     "pack",
+    "packed_weights",
     "policies",
     "quantize",
     "refit",

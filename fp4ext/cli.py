@@ -184,6 +184,7 @@ def add_rl(commands) -> None:
     p.add_argument("--kl-coef", metavar="X", type=float, help="weight of the KL to the start (default: 0)")
     p.add_argument("--level", metavar="NAME", help="the loss is a mean over: token or sequence (default: token)")
     p.add_argument("--temperature", metavar="X", type=float, help="of sampling (default: 1)")
+    p.add_argument("--kv-cache", metavar="NAME", help="bf16, mxfp8, nvfp4: for both sides (default: bf16)")
     p.add_argument("--seed", metavar="S", type=_seed, help="of prompts and random streams (default: 0)")
     p.add_argument("--slots", metavar="N", type=_count, help="sequences sampled at a time (default: 96)")
     p.add_argument("--save-every", metavar="N", type=_count, help="steps between checkpoints (default: 10)")

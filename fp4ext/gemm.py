@@ -41,14 +41,8 @@ def gemm(
 
     Source: docs/numerics.md, 9.
     """
-    if accumulate not in ACCUMULATE:
-        raise ValueError(f"unknown accumulate {accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
-    if backend not in BACKENDS:
-        accepted = ", ".join(BACKENDS)
-        raise ValueError(f"unknown backend {backend!r}; accepted: {accepted} (fp4ext.backends() says why not others)")
-    if out_dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"out_dtype is {out_dtype}; accepted: torch.bfloat16, torch.float32")
-    operands = *_operand("x", x), *_operand("w", w)
+    check_choices(out_dtype, accumulate, backend)
+    operands = *operand("x", x), *operand("w", w)
     if bias is not None:
         check_input("bias", bias)
         check_device("bias", bias, x)
@@ -61,8 +55,19 @@ def gemm(
     return ops.gemm(*operands, bias, ops.dtype_name(out_dtype), accumulate, backend)
 
 
-def _operand(name: str, t: QTensor | Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
-    """(codes, scales, global scale, format) of an operand."""
+def check_choices(out_dtype: torch.dtype, accumulate: str, backend: str) -> None:
+    """Raises ValueError or TypeError for a choice that no GEMM has."""
+    if accumulate not in ACCUMULATE:
+        raise ValueError(f"unknown accumulate {accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
+    if backend not in BACKENDS:
+        accepted = ", ".join(BACKENDS)
+        raise ValueError(f"unknown backend {backend!r}; accepted: {accepted} (fp4ext.backends() says why not others)")
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"out_dtype is {out_dtype}; accepted: torch.bfloat16, torch.float32")
+
+
+def operand(name: str, t: QTensor | Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+    """(codes, scales, global scale, format) of an operand; `name` is for errors."""
     if isinstance(t, QTensor):
         return t.codes, t.scales, t.global_scale, t.format.name
     check_input(name, t)

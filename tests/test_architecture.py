@@ -21,11 +21,14 @@ ORDER = """
     ops
     qtensor
     quantize
-    gemm attention
+    gemm
+    attention
+    grouped
     recipe
     policy
     policies
-    linear experts
+    linear
+    experts
     packed
     noise
     convert

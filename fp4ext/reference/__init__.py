@@ -8,6 +8,7 @@
     quantize.py     quantize, dequantize, amax_of                                           sections 2-7
     gemm.py         the GEMM in its lawful order of summation                               section 9
     attention.py    causal attention in its lawful order, and its exponential               section 11
+    grouped.py      experts: each on its own                                                section 9
     layout.py       the 128x4 scale layout of the tensor cores                              section 10
 
 It is written from docs/numerics.md alone, without sight of the C++ that must agree with it.
@@ -30,6 +31,7 @@ from .elements import (
     unpack_nibbles,
 )
 from .gemm import gemm
+from .grouped import grouped_gemm, grouped_quantize
 from .hadamard import effective_n, inverse_rht, rht, signs
 from .layout import swizzle, unswizzle
 from .philox import element_bits, philox4x32
@@ -54,6 +56,8 @@ __all__ = [
     "encode_e5m2_stochastic",
     "exp2",
     "gemm",
+    "grouped_gemm",
+    "grouped_quantize",
     "inverse_rht",
     "nvfp4_scales",
     "outer_scales",

@@ -84,6 +84,12 @@ def load(name: str):
     return found[wanted or next(iter(found))]()
 
 
+def absolute(name: str) -> str:
+    """The same name, wherever it is read from later: a file by its whole path."""
+    path, colon, wanted = name.partition(":")
+    return name if name in TASKS else f"{Path(path).absolute()}{colon}{wanted}"
+
+
 def identity(name: str) -> str:
     """What tells two versions of a task apart: its name, or the digest of its file."""
     path = name.partition(":")[0]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
 
-from .. import task
+from .. import cache, task
 from ..arm import policy_names
 from ..errors import Refused
 from ..presets import whole
@@ -28,6 +29,7 @@ class Config:
         updates: minibatches a step, each an update of its own.
         lr, clip, kl_coef, level: see grpo.py; the KL is to the weights at the start.
         temperature: of sampling and of the log-probs.
+        kv_cache: "bf16", "mxfp8" or "nvfp4": what the sampler keeps keys and values in; the trainer rounds likewise.
         slots, rows: how many sequences the sampler and the trainer take at a time.
         eval_prompts: how many the reward before and after is measured on.
 
@@ -48,6 +50,7 @@ class Config:
     kl_coef: float = 0.0
     level: str = "token"
     temperature: float = 1.0
+    kv_cache: str = "bf16"
     seed: int = 0
     threads: int | None = None
     slots: int = 96
@@ -79,10 +82,15 @@ class Config:
                 raise Refused(f"--{name}: {getattr(self, name)}; accepted: a number above {least:g}")
         if not 0 <= self.kl_coef < float("inf"):
             raise Refused(f"--kl-coef: {self.kl_coef}; accepted: 0 or more")
+        if self.kv_cache not in cache.FORMATS:
+            raise Refused(f"--kv-cache: {self.kv_cache!r}; accepted: {', '.join(cache.FORMATS)}")
         if self.level not in grpo.LEVELS:
             raise Refused(f"--level: {self.level!r}; accepted: {', '.join(grpo.LEVELS)}")
+        if self.source is not None:
+            put("source", str(Path(self.source).absolute()))
         if self.task is not None:
             task.load(self.task)
+            put("task", task.absolute(self.task))
 
     def as_dict(self) -> dict:
         """The part of config.json that two equal runs share."""

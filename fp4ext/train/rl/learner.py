@@ -22,7 +22,7 @@ from torch import Tensor
 
 import fp4ext
 
-from .. import invariant, task
+from .. import cache, invariant, task
 from ..model import Transformer
 from ..presets import Shape
 from ..sampler import Completion, Request, Sampler
@@ -69,9 +69,10 @@ class Learner:
     def __init__(self, name: str, config: Config, shape: Shape, weights: dict[str, Tensor]):
         self.policy, self.config, self.choice = name, config, choose(name, config.policy)
         self.task = task.load(config.task)
-        self.model = _build(shape, weights, self.choice.trainer)
+        build = lambda policy: _build(shape, weights, policy, config.kv_cache)  # noqa: E731
+        self.model = build(self.choice.trainer)
         same = self.choice.sampler == self.choice.trainer
-        source = self.model if same else _build(shape, weights, self.choice.sampler)
+        source = self.model if same else build(self.choice.sampler)
         self.sampler = Sampler(source, slots=config.slots, seed=config.seed)
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coef else None
         self.optimizer = torch.optim.AdamW(
@@ -189,11 +190,12 @@ class Learner:
         self.sampler.refit(self.model)
 
 
-def _build(shape: Shape, weights: dict[str, Tensor], policy: fp4ext.Policy | None) -> Transformer:
+def _build(shape: Shape, weights: dict[str, Tensor], policy: fp4ext.Policy | None, kv_cache: str) -> Transformer:
     """A model of those weights under a policy, with row-invariant products everywhere."""
     model = Transformer(shape)
     model.load_state_dict(weights)
     if policy is not None:
         fp4ext.convert(model, policy)
     invariant.serve(model)
+    model.set_cache(cache.FORMATS[kv_cache])
     return model

@@ -53,7 +53,7 @@ def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = Tr
         Stopped: the disk gave out; the last checkpoint is intact.
     """
     show, out = show or Silent(), Path(out)
-    begin = _Start.read(config.source) if config.source else None
+    begin = Start.read(config.source) if config.source else None
     config = _with_task(config, begin)
     settings = {
         "run": config.as_dict(),
@@ -75,7 +75,7 @@ def resume(out: str | Path, show=None, tensorboard: bool = True) -> Result:
         raise Refused(f"--resume {out}: its task {config.task} has changed; accepted: the task that it began with")
     for change in compare(settings["facts"], facts(PretrainConfig("task", policies=["bf16"]))):
         show.note(f"since the run began, {change}: what follows may differ in bits")
-    begin = _Start.read(config.source) if config.source else None
+    begin = Start.read(config.source) if config.source else None
     if begin and begin.facts()["start"] != settings["data"]["start"]:
         raise Refused(f"--resume {out}: the weights in {config.source} have changed; accepted: those it began with")
     with run.reopen(out) as directory:
@@ -83,7 +83,7 @@ def resume(out: str | Path, show=None, tensorboard: bool = True) -> Result:
         return _go_on(directory, config, begin, loaded, show, tensorboard)
 
 
-class _Start:
+class Start:
     """The weights that every arm starts from, and the run they are from."""
 
     def __init__(self, path: Path, policy: str, shape: Shape, weights: dict[str, Tensor], data: list[str], digest: str):
@@ -91,7 +91,7 @@ class _Start:
         self.digest = digest
 
     @classmethod
-    def read(cls, source: str | Path) -> _Start:
+    def read(cls, source: str | Path) -> Start:
         """Those of a pretraining run: of its end_to_end arm, else of its first. Raises Refused if it is none."""
         path = Path(source)
         settings = run.read_config(path)
@@ -110,7 +110,7 @@ class _Start:
         return {"start": {"run": str(self.path), "policy": self.policy, "weights": self.digest}}
 
 
-def _with_task(config: Config, begin: _Start | None) -> Config:
+def _with_task(config: Config, begin: Start | None) -> Config:
     """The configuration with its task settled: the one asked for, else what the source learned, else arithmetic."""
     learned = [p.removeprefix(TASK) for p in begin.data if is_task(p)] if begin else []
     name = config.task or (learned[0] if learned else None if begin else DEFAULT_TASK)
@@ -129,7 +129,7 @@ def _with_task(config: Config, begin: _Start | None) -> Config:
     return Config(**(config.as_dict() | {"task": name}))
 
 
-def _go_on(directory: run.Run, config: Config, begin: _Start | None, loaded, show, tensorboard: bool) -> Result:
+def _go_on(directory: run.Run, config: Config, begin: Start | None, loaded, show, tensorboard: bool) -> Result:
     if begin is None:
         begin = _pretrained(directory.path / "start", config, show)
         if isinstance(begin, Result):
@@ -150,7 +150,7 @@ def _go_on(directory: run.Run, config: Config, begin: _Start | None, loaded, sho
         return _train(directory, config, learners, start, show, tensorboard)
 
 
-def _pretrained(path: Path, config: Config, show) -> _Start | Result:
+def _pretrained(path: Path, config: Config, show) -> Start | Result:
     """A start for a run that was given none: pretraining in 4 bits on the task's text, resumed where it was stopped."""
     settings = PretrainConfig(
         "task", policies=[config.policy], data=[TASK + config.task], seed=config.seed, threads=config.threads
@@ -162,7 +162,7 @@ def _pretrained(path: Path, config: Config, show) -> _Start | Result:
         done = resume_pretraining(path, bars) if begun else pretrain(settings, path, bars)
         if not done.finished:
             return Result(path.parent, finished=False, step=0, signal=done.signal)
-    return _Start.read(path)
+    return Start.read(path)
 
 
 def _train(directory: run.Run, config: Config, learners: list[Learner], start: int, show, tensorboard: bool) -> Result:
@@ -210,7 +210,7 @@ def _train(directory: run.Run, config: Config, learners: list[Learner], start: i
 
 def _weight_bits(learner: Learner) -> float:
     """Bits an element of the layers that a policy converts, as the sampler holds them."""
-    packed = [m.weight for m in learner.sampler.model.modules() if isinstance(m, fp4ext.PackedLinear)]
+    packed = fp4ext.packed_weights(learner.sampler.model)
     elements = sum(w.shape.numel() for w in packed)
     return 8 * sum(w.nbytes for w in packed) / elements if packed else 16.0
 

@@ -12,7 +12,7 @@ from fp4ext.train import Refused, Shape, checkpoint, presets, pretrain
 from fp4ext.train.model import Transformer
 from fp4ext.train.rl import Config, arms, reinforce, resume
 from fp4ext.train.rl.learner import Learner
-from fp4ext.train.rl.loop import _Start, _with_task
+from fp4ext.train.rl.loop import Start, _with_task
 
 from ..conftest import MICRO, InterruptAt
 
@@ -47,9 +47,12 @@ def small(task, **changes) -> Config:
     return Config(**(given | {"task": task, "threads": 1} | changes))
 
 
-def weights(seed=0):
+MIXTURE = Shape(layers=2, d=64, heads=2, ffn=32, context=24, experts=8, top_k=2, expert_ffn=32)
+
+
+def weights(shape=SHAPE, seed=0):
     """Of a model that likes a few bytes, so that some completions earn something."""
-    model = Transformer(SHAPE, seed)
+    model = Transformer(shape, seed)
     torch.nn.init.normal_(model.lm_head.weight, std=0.2, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         model.norm.weight.mul_(2)
@@ -85,6 +88,22 @@ def test_agreement(task, name):
 @pytest.mark.parametrize("policy", ["mxfp8", "nvidia", "four_over_six"])
 def test_agreement_of_other_policies(task, policy):
     learner = Learner("matched", small(task, policy=policy), SHAPE, weights())
+    assert [learner.step(step)["rollout_corr/max_abs_d"] for step in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["matched", "bf16", "mismatched"])
+def test_agreement_of_a_mixture(task, name):
+    learner = Learner(name, small(task), MIXTURE, weights(MIXTURE))
+    learner.task.reward = lambda prompt, completion: ord(completion[0]) % 2
+    before = {key: p.clone() for key, p in learner.model.named_parameters()}
+    d = [learner.step(step)["rollout_corr/max_abs_d"] for step in range(3)]
+    assert d == [0, 0, 0] if name in AGREE else min(d) > 1e-4, d
+    assert all((p != before[key]).any() for key, p in learner.model.named_parameters())  # the router too
+
+
+@pytest.mark.parametrize("kv_cache", ["mxfp8", "nvfp4"])
+def test_agreement_through_a_quantized_cache(task, kv_cache):
+    learner = Learner("matched", small(task, kv_cache=kv_cache), SHAPE, weights())
     assert [learner.step(step)["rollout_corr/max_abs_d"] for step in range(2)] == [0, 0]
 
 
@@ -143,7 +162,7 @@ def test_refuses_a_task_that_does_not_fit(start, tmp_path):
     long.write_text(TASK.replace("int(rng.integers(1, 6))", "14"))
     with pytest.raises(Refused, match="prompts of 15 bytes and answers of 3; accepted by .*: less than 16 together"):
         reinforce(small(str(long), source=start, steps=1), tmp_path / "never")
-    begin = _Start.read(start)
+    begin = Start.read(start)
     begin.data = ["/some/text"]
     with pytest.raises(Refused, match="pretrained on text, not on a task; accepted: --task arithmetic or FILE.py"):
         _with_task(small(None, source=start), begin)
@@ -159,6 +178,7 @@ def test_refuses_a_task_that_does_not_fit(start, tmp_path):
         (["--group", "1"], "--group: 1; accepted: a whole number from 2"),
         (["--lr", "-1"], "--lr: -1.0; accepted: a number above 0"),
         (["--temperature", "nan"], "--temperature: nan"),
+        (["--kv-cache", "int4"], "--kv-cache: 'int4'; accepted: bf16, mxfp8, nvfp4"),
         (["--level", "word"], "--level: 'word'; accepted: token, sequence"),
         (["--task", "poetry"], "unknown task 'poetry'; accepted: arithmetic"),
         (["--from", "nowhere"], "nowhere: not a run directory"),
