@@ -15,10 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from .experts import Experts, grouped_fprop
+from .grouped import grouped_quantize
 from .linear import Linear, fprop
 from .policy import check_stage
 from .qtensor import QTensor
 from .quantize import quantize
+from .recipe import Recipe
 
 
 class PackedLinear(nn.Module):
@@ -34,12 +37,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: Linear, stage: str = "rl_sampler"):
         super().__init__()
-        check_stage(stage)
-        self.recipe = linear.recipes[stage]
-        spec = self.recipe.fprop.w
-        if spec is None or self.recipe.needs_rng:
-            why = "leaves weights as they are" if spec is None else f"is random ({spec})"
-            raise ValueError(f"the recipe of stage {stage} {why}; accepted: one that rounds weights to nearest")
+        self.recipe = _recipe(linear, stage)
         self.weight = self._quantized(linear)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
 
@@ -49,10 +47,7 @@ class PackedLinear(nn.Module):
     @torch.no_grad()
     def refit(self, linear: Linear) -> None:
         """Take over the layer's present weights, in place."""
-        new = self._quantized(linear).tensors()
-        for name, t in self.weight.tensors().items():
-            t.copy_(new[name])
-        self.weight = replace(self.weight)  # what hangs on the old QTensor was made from the old codes
+        self.weight = _rewritten(self.weight, self._quantized(linear))
         if self.bias is not None:
             self.bias.copy_(linear.bias)
 
@@ -60,12 +55,62 @@ class PackedLinear(nn.Module):
         return fprop(x, self.weight, self.bias, self.recipe)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and bias."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    def weights(self) -> list[QTensor]:
+        """The packed matrices."""
+        return [self.weight]
 
     def extra_repr(self) -> str:
         return repr(self.weight)
+
+
+class PackedExperts(nn.Module):
+    """The same of fp4ext.Experts."""
+
+    def __init__(self, experts: Experts, stage: str = "rl_sampler"):
+        super().__init__()
+        self.recipe = _recipe(experts, stage)
+        self.gate_up_proj, self.down_proj = self._quantized(experts)
+
+    def _quantized(self, experts: Experts) -> list[QTensor]:
+        return [grouped_quantize(w, self.recipe.fprop.w, role="w") for w in (experts.gate_up_proj, experts.down_proj)]
+
+    @torch.no_grad()
+    def refit(self, experts: Experts) -> None:
+        """Take over the present weights, in place."""
+        new = self._quantized(experts)
+        self.gate_up_proj, self.down_proj = map(_rewritten, self.weights, new)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        gate, up = grouped_fprop(x, self.gate_up_proj, offsets, self.recipe).chunk(2, dim=-1)
+        return grouped_fprop(nn.functional.silu(gate) * up, self.down_proj, offsets, self.recipe)
+
+    @property
+    def weights(self) -> list[QTensor]:
+        """The packed matrices."""
+        return [self.gate_up_proj, self.down_proj]
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(repr, self.weights))
+
+
+PACKED = {Linear: PackedLinear, Experts: PackedExperts}
+
+
+def _recipe(module: Linear | Experts, stage: str) -> Recipe:
+    check_stage(stage)
+    recipe = module.recipes[stage]
+    if recipe.fprop.w is None or recipe.needs_rng:
+        why = f"is random ({recipe.fprop.w})" if recipe.needs_rng else "leaves weights as they are"
+        raise ValueError(f"the recipe of stage {stage} {why}; accepted: one that rounds weights to nearest")
+    return recipe
+
+
+def _rewritten(old: QTensor, new: QTensor) -> QTensor:
+    """`new`, in the memory of `old`. Another object: what hangs on the old one was made from its codes."""
+    fresh = new.tensors()
+    for name, t in old.tensors().items():
+        t.copy_(fresh[name])
+    return replace(old)
 
 
 def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
@@ -79,11 +124,16 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     check_stage(stage)
     # deepcopy takes what is in the memo for a copy that it has made already, so master weights are never copied.
     memo = {
-        id(module): PackedLinear(module, stage)
+        id(module): PACKED[type(module)](module, stage)
         for module in model.modules()
-        if isinstance(module, Linear) and module.recipes[stage].fprop.w is not None
+        if type(module) in PACKED and module.recipes[stage].fprop.w is not None
     }
     return copy.deepcopy(model, memo).eval().requires_grad_(False)
+
+
+def packed_weights(model: nn.Module) -> list[QTensor]:
+    """The matrices that a packed copy holds as codes."""
+    return [w for m in model.modules() if isinstance(m, (PackedLinear, PackedExperts)) for w in m.weights]
 
 
 @torch.no_grad()
@@ -97,7 +147,7 @@ def refit(packed: nn.Module, model: nn.Module) -> None:
     for name, module in packed.named_modules():
         if name not in modules:
             raise ValueError(f"the model has no {name!r}; accepted: the model that was packed")
-        if isinstance(module, PackedLinear):
+        if isinstance(module, (PackedLinear, PackedExperts)):
             module.refit(modules[name])
             continue
         theirs = modules[name]._parameters | modules[name]._buffers

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fp4ext
-from fp4ext import Fprop, PackedLinear, Policy, Recipe, Spec
+from fp4ext import Fprop, PackedExperts, PackedLinear, Policy, Recipe, Spec
 from fp4ext.testing import assert_bytes_equal, generate
 
 
@@ -18,7 +18,7 @@ def make(policy="end_to_end", bias=True):
 
 def forward(model, x, dtype=torch.bfloat16):
     with fp4ext.stage("rl_sampler"), torch.no_grad(), torch.autocast("cpu", dtype, dtype != torch.float32):
-        return model(x)
+        return model(*x) if isinstance(x, tuple) else model(x)
 
 
 @pytest.mark.parametrize("policy", ["end_to_end", "nvidia", "mxfp8"])
@@ -32,6 +32,24 @@ def test_the_same_bits(policy, bias, dtype):
     assert_bytes_equal(forward(packed, x[0, 0], dtype), forward(model, x[0, 0], dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts(dtype):
+    """A stack of them: the same bits from codes, before and after a refit in place."""
+    model = nn.Sequential(fp4ext.Experts(3, 64, 32))
+    x, offsets = generate("gaussian", 9, 64), torch.tensor([4, 4, 9], dtype=torch.int32)
+    call = lambda m: forward(m[0], (x, offsets), dtype)  # noqa: E731
+    packed = fp4ext.pack(model)
+    assert type(packed[0]) is PackedExperts and not list(packed.parameters())
+    assert_bytes_equal(call(packed), call(model))
+    place = packed[0].down_proj.codes.data_ptr()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape))
+    fp4ext.refit(packed, model)
+    assert_bytes_equal(call(packed), call(model))
+    assert packed[0].down_proj.codes.data_ptr() == place
+
+
 def test_the_model_stays_and_no_weight_is_copied():
     model = make()
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -39,7 +57,7 @@ def test_the_model_stays_and_no_weight_is_copied():
     assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in model.named_parameters())
     assert isinstance(model[0], fp4ext.Linear) and model.training
     assert sum(p.numel() for p in packed.parameters()) == 2 * 40  # the LayerNorm's
-    assert packed[0].nbytes == 64 * 96 * 9 // 16 + 4 + 4 * 96
+    assert [w.nbytes for w in fp4ext.packed_weights(packed)] == [64 * 96 * 9 // 16 + 4, 96 * 40 * 9 // 16 + 4]
 
 
 def test_refit_is_in_place_and_exact():

@@ -58,6 +58,7 @@ class Arm:
         train_loss, grad_norm = loss.item(), norm.item()
         if math.isfinite(train_loss) and math.isfinite(grad_norm):
             self.optimizer.step()
+            self.model.balance()
         else:
             self.diverged = step + 1
             line["diverged"] = self.diverged

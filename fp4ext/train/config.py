@@ -16,7 +16,8 @@ import torch
 
 import fp4ext
 
-from . import arm, bf16, presets
+from . import arm, bf16, presets, task
+from .data import TASK, is_task
 from .errors import Refused
 from .presets import Preset, whole
 
@@ -32,7 +33,8 @@ class Config:
         preset: "tiny", "small", or a Preset of your own.
         policies: names from fp4ext.policies, each an arm; the gap is measured against "bf16". None: a choice that
             compares well.
-        data: files and folders of text; none: the Python standard library's source.
+        data: files and folders of text, or the text of one task, "task:NAME" (task.py); none: the Python standard
+            library's source.
         seed: of initial weights, batches and rounding.
         device: "cpu" or "cuda".
         threads: CPU threads; results may differ in bits between numbers of threads. None: torch's choice.
@@ -63,7 +65,7 @@ class Config:
             if policy in self.policies[:i]:
                 raise Refused(f"--policies: {policy!r} is given twice; accepted: different policies")
         paths = (self.data,) if isinstance(self.data, str) else self.data
-        put("data", tuple(str(Path(p).absolute()) for p in paths))
+        put("data", tuple(map(_absolute, paths)))
         put("threads", torch.get_num_threads() if self.threads is None else self.threads)
         whole("--seed", self.seed, 0, 2**63 - 1)
         whole("--threads", self.threads, 1, 1024)
@@ -157,6 +159,12 @@ def compare(old: dict, new: dict, prefix: str = "") -> list[str]:
         elif a != b:
             found.append(f"{prefix}{key}: {_short(a)}, now {_short(b)}")
     return found
+
+
+def _absolute(path: str | Path) -> str:
+    if is_task(path):
+        return TASK + task.absolute(str(path).removeprefix(TASK))
+    return str(Path(path).absolute())
 
 
 def _short(value) -> str:

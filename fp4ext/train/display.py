@@ -17,6 +17,10 @@ class Silent:
 
     def note(self, text: str) -> None: ...
 
+    def pretraining(self) -> Silent:
+        """The display of a pretraining that comes before another job."""
+        return Silent()
+
     def close(self) -> None: ...
 
 

@@ -17,7 +17,6 @@ any batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,8 @@ from torch import Tensor, nn
 
 import fp4ext
 
+from . import invariant
+from .cache import Past, rounded
 from .presets import Shape
 
 
@@ -75,33 +76,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None) -> Tens
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True).to(v.dtype)
 
 
-@dataclass
-class Past:
-    """Keys and values of what sequences have read, for the stages of RL.
-
-    Attributes:
-        keys, values: [layers, batch, heads, capacity, head_dim], in the dtype of the activations.
-        start: int64 [batch], how many positions each sequence has read. The model writes new keys and values from there
-            on; whoever calls it moves `start`.
-    """
-
-    keys: Tensor
-    values: Tensor
-    start: Tensor
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v [batch, heads, time, head_dim] behind the past; all keys and values of the layer."""
-        positions = self.start[:, None] + torch.arange(k.shape[2])
-        rows = torch.arange(len(self.start))[:, None]
-        for cache, new in ((self.keys[layer], k), (self.values[layer], v)):
-            cache[rows, :, positions] = new.transpose(1, 2)
-        return self.keys[layer], self.values[layer]
-
-
 class Attention(nn.Module):
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
         self.layer, self.heads, self.head_dim = layer, shape.heads, shape.head_dim
+        self.cache: fp4ext.Spec | None = None
         self.qkv = nn.Linear(shape.d, 3 * shape.d, bias=False)
         self.out = nn.Linear(shape.d, shape.d, bias=False)
 
@@ -112,6 +91,8 @@ class Attention(nn.Module):
         q, k = rope(q, start), rope(k, start)
         if past:
             k, v = past.extend(self.layer, k, v)
+        elif fp4ext.current_stage() != "pretrain":
+            k, v = rounded(k, self.cache), rounded(v, self.cache)
         y = attend(q, k, v, start)
         return self.out(y.transpose(1, 2).reshape(batch, time, d))
 
@@ -127,11 +108,66 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class Router(nn.Linear):
+    """Scores of experts, in fp32 whatever autocast says: which expert a token takes hangs on small differences."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            if fp4ext.current_stage() == "pretrain":
+                return super().forward(x.float())
+            return invariant.multiply(x.float(), self.weight, torch.float32)
+
+
+class Mixture(nn.Module):
+    """A shared MLP, and for each token the top_k of `experts` small ones. No token is dropped.
+
+        s = sigmoid(router(x)),   chosen = the top_k of s + bias,   w_e = s_e / Σ_chosen s
+        y = shared(x) + Σ_chosen w_e · expert_e(x),                 summed by rising e
+
+    Loads are balanced without a loss of its own: the bias decides who is chosen, not what it weighs, and `balance`
+    moves it towards equal loads.
+    """
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.top_k = shape.top_k
+        self.router = Router(shape.d, shape.experts, bias=False)
+        self.register_buffer("selection_bias", torch.zeros(shape.experts))
+        self.register_buffer("load", torch.zeros(shape.experts), persistent=False)
+        self.experts = fp4ext.Experts(shape.experts, shape.d, shape.expert_ffn, policy="bf16")
+        self.shared = SwiGLU(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        scores = self.router(flat).sigmoid()
+        ranked = (scores.detach() + self.selection_bias).sort(dim=-1, descending=True, stable=True).indices
+        chosen = ranked[:, : self.top_k].sort(-1).values
+        weights = scores.gather(-1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+
+        order = chosen.flatten().sort(stable=True).indices  # (token, choice) pairs by expert
+        counts = chosen.flatten().bincount(minlength=len(self.load))
+        rows = self.experts(flat[order // self.top_k], counts.cumsum(0).int())
+        parts = torch.empty_like(rows).index_copy(0, order, rows).view(*chosen.shape, -1).float()
+        y = self.shared(flat).float()
+        for i in range(self.top_k):
+            y = y + weights[:, i, None] * parts[:, i]
+        if self.training and torch.is_grad_enabled():
+            self.load += counts
+        return y.view(x.shape)
+
+    @torch.no_grad()
+    def balance(self, rate: float = 1e-3) -> None:
+        """Make experts that had more than their share since the last call less likely, the others more."""
+        self.selection_bias -= rate * (self.load - self.load.mean()).sign()
+        self.load.zero_()
+
+
 class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
         self.attention_norm, self.attention = RMSNorm(shape.d), Attention(shape, layer)
-        self.mlp_norm, self.mlp = RMSNorm(shape.d), SwiGLU(shape)
+        self.mlp_norm, self.mlp = RMSNorm(shape.d), Mixture(shape) if shape.experts else SwiGLU(shape)
 
     def forward(self, x: Tensor, rope: Rope, past: Past | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, past)
@@ -162,11 +198,22 @@ class Transformer(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim < 2:
                 continue
-            std = 1.0 if name == "embed.weight" else p.shape[1] ** -0.5
-            if name.endswith(("out.weight", "down.weight")):
+            std = 1.0 if name == "embed.weight" else p.shape[-1] ** -0.5
+            if name.endswith(("out.weight", "down.weight", "down_proj")):
                 std /= math.sqrt(2 * self.shape.layers)
             p.normal_(0.0, std, generator=generator)
         self.lm_head.weight.zero_()
+
+    def set_cache(self, spec: fp4ext.Spec | None) -> None:
+        """How keys and values are rounded in the stages of RL, where sequences are decoded through a cache of them."""
+        for block in self.blocks:
+            block.attention.cache = spec
+
+    def balance(self) -> None:
+        """After a step of pretraining: even out the loads of experts, where there are any."""
+        for block in self.blocks:
+            if isinstance(block.mlp, Mixture):
+                block.mlp.balance()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, past: Past | None = None) -> Tensor:
         x = self.embed(tokens)

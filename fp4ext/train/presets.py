@@ -13,7 +13,11 @@ from .errors import Refused
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only transformer; `ffn` is the inner width of SwiGLU. Widths of whole blocks (32) need no padding."""
+    """A decoder-only transformer; `ffn` is the inner width of SwiGLU. Widths of whole blocks (32) need no padding.
+
+    With `experts` each MLP is a mixture of so many of width `expert_ffn`, `top_k` of them a token, beside a shared one
+    of width `ffn`.
+    """
 
     layers: int
     d: int
@@ -21,6 +25,9 @@ class Shape:
     ffn: int
     context: int
     vocab: int = 256  # bytes
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
 
     def __post_init__(self):
         for name in ("layers", "d", "heads", "ffn", "context", "vocab"):
@@ -29,6 +36,11 @@ class Shape:
             raise Refused(
                 f"shape.d: {self.d} with {self.heads} heads; accepted: a multiple of 2 · heads, {2 * self.heads}"
             )
+
+        if self.experts:
+            for name in ("experts", "top_k", "expert_ffn"):
+                whole(f"shape.{name}", getattr(self, name))
+            whole("shape.top_k", self.top_k, 1, self.experts)
 
     @property
     def head_dim(self) -> int:
@@ -93,7 +105,25 @@ SMALL = Preset(
     save_every=100,
 )
 
-PRESETS = {p.name: p for p in (TINY, SMALL)}
+TASK = Preset(
+    "task",
+    Shape(layers=2, d=128, heads=4, ffn=352, context=64),
+    steps=400,
+    batch=32,
+    lr=2e-3,
+    min_lr=2e-4,
+    warmup=20,
+    eval_every=100,
+    save_every=100,
+    eval_windows=64,
+    final_windows=128,
+)
+
+MOE = Shape(layers=4, d=128, heads=4, ffn=128, context=128, experts=16, top_k=2, expert_ffn=96)
+MOE_TINY = TINY.with_(name="moe-tiny", shape=MOE)
+MOE_TASK = TASK.with_(name="moe-task", shape=replace(MOE, layers=2, context=64))
+
+PRESETS = {p.name: p for p in (TINY, SMALL, MOE_TINY, TASK, MOE_TASK)}
 
 
 def get(name: str | Preset) -> Preset:
