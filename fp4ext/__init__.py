@@ -1,5 +1,7 @@
 """fp4ext: train, sample and reinforce PyTorch models in 4 bits. See README.md and docs/."""
 
+import importlib
+
 import torch  # noqa: F401  (loads libtorch before _C)
 
 from . import formats, policies
@@ -28,6 +30,7 @@ __all__ = [
     "Report",
     "Spec",
     "Wgrad",
+    "audit",
     "backends",
     "convert",
     "current_stage",
@@ -42,3 +45,10 @@ __all__ = [
     "stage",
     "storage_bits",
 ]
+
+
+def __getattr__(name: str):
+    """`fp4ext.audit`, imported when it is first asked for: training does without it."""
+    if name == "audit":
+        return importlib.import_module(".audit", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
