@@ -1,31 +1,42 @@
 """`here`: what each primitive operation takes on this machine, measured on the spot.
 
-Each kind of operation is timed at two sizes, and its time taken as overhead + work/rate; the sizes take turns and the
-fastest run of each counts, so that a slow moment does not become a rate.
+Each kind of operation is timed at two sizes, and its time taken as overhead + work/rate. All take turns, and the median
+of each counts: on a machine that others use too, the fastest run of a short operation found a quiet moment that a whole
+step never has.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from .. import ops
+from .. import ops, policies
 from ..gemm import gemm
+from ..linear import Linear
 from ..quantize import quantize
 from ..spec import Spec
-from .operations import Op
+from .operations import Op, of_layer
 
-SMALL, LARGE = (128, 128, 256), (256, 512, 512)  # M, N, K; a quantizer's rows and columns are the first and the last
+# M, N, K; a quantizer's rows and columns are the first and the last.
+TINY, SMALL, LARGE = (16, 16, 16), (128, 256, 256), (512, 512, 512)
+LAYER = "end_to_end"  # the policy whose layer's bookkeeping is timed
 
 
 @dataclass(frozen=True)
 class Here:
-    """This machine: kind and keys of an operation → (seconds of a call, seconds a unit of work)."""
+    """This machine.
+
+    Attributes:
+        costs: kind and keys of an operation → (seconds of a call, seconds a unit of work).
+        layer: what a layer's forward and backward take beside their operations: autograd, checks, random state.
+    """
 
     costs: dict[tuple, tuple[float, float]]
+    layer: float = 0.0
     name: str = "here"
 
     def seconds(self, op: Op) -> float:
@@ -39,13 +50,15 @@ def calibrate(
     repeats: int = 7,
     large: tuple[int, int, int] = LARGE,
     also: dict[str, Callable[[], object]] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Here, dict[str, float]]:
     """Time the kinds of operations that `wanted` has.
 
     Args:
-        repeats: calls of each; the fastest counts.
+        repeats: calls of each; their median counts.
         large: the larger of the two sizes (M, N, K).
         also: functions that are timed in the same rounds, to compare what is predicted with what is.
+        clock: gives seconds; time.thread_time where others use the machine and torch has one thread.
 
     Returns:
         The machine, and the seconds of each function of `also`.
@@ -55,22 +68,40 @@ def calibrate(
     for kind, keys in kinds:
         for at, sizes in (("small", SMALL), ("large", large)):
             runs[kind, keys, at] = _run(kind, keys, sizes)
+    pieces = of_layer(policies.get(LAYER).pretrain, *TINY)
+    runs |= {(op.kind, op.keys, i): _run(op.kind, op.keys, TINY) for i, op in enumerate(pieces)}
+    runs["layer"] = _layer_run(), 0
     runs |= {name: (f, 0) for name, f in (also or {}).items()}
-    best = dict.fromkeys(runs, float("inf"))
     with torch.no_grad():
         for run, _ in runs.values():
             run()
+    taken: dict = {name: [] for name in runs}
     for _ in range(repeats):
         for name, (run, _) in runs.items():
-            began = time.perf_counter()
+            began = clock()
             run()
-            best[name] = min(best[name], time.perf_counter() - began)
+            taken[name].append(clock() - began)
+    typical = {name: statistics.median(times) for name, times in taken.items()}
     costs = {}
     for kind, keys in kinds:
-        (fast, little), (slow, much) = ((best[kind, keys, at], runs[kind, keys, at][1]) for at in ("small", "large"))
+        (fast, little), (slow, much) = ((typical[kind, keys, at], runs[kind, keys, at][1]) for at in ("small", "large"))
         unit = max(slow - fast, 0.2 * slow) / (much - little)
         costs[kind, keys] = max(slow - unit * much, 0.0), unit
-    return Here(costs), {name: best[name] for name in also or {}}
+    layer = typical["layer"] - sum(typical[op.kind, op.keys, i] for i, op in enumerate(pieces))
+    return Here(costs, max(layer, 0.0)), {name: typical[name] for name in also or {}}
+
+
+def _layer_run() -> Callable[[], object]:
+    """A function that takes a tiny layer forward and backward."""
+    t, n, k = TINY
+    layer = Linear(k, n, bias=False, policy=LAYER, dtype=torch.bfloat16)
+    x, dy = torch.ones(t, k, dtype=torch.bfloat16, requires_grad=True), torch.ones(t, n, dtype=torch.bfloat16)
+
+    def run():
+        with torch.enable_grad():
+            torch.autograd.grad(layer(x), (x, layer.weight), dy)
+
+    return run
 
 
 def _run(kind: str, keys: tuple[str, ...], sizes: tuple[int, int, int]) -> tuple[Callable[[], object], int]:
