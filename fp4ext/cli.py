@@ -77,7 +77,7 @@ def add_pretrain(commands) -> None:
         epilog=PRETRAIN_EXAMPLES.format(policies=policies),
     )
     # No default here: what was not given is None, so that --resume can tell it from what was.
-    p.add_argument("--policies", metavar="A,B,…", type=_names, help="the arms, comma-separated; gaps are to bf16")
+    p.add_argument("--policies", metavar="A,B,…", type=_names, help="the arms, comma-separated; names or files")
     p.add_argument(
         "--data",
         metavar="PATH",
@@ -92,6 +92,7 @@ def add_pretrain(commands) -> None:
     p.add_argument("--seed", metavar="S", type=_seed, help="of weights, batches and rounding (default: 0)")
     p.add_argument("--eval-every", metavar="N", type=_count, help="steps between evaluations (default: the preset's)")
     p.add_argument("--save-every", metavar="N", type=_count, help="steps between checkpoints (default: the preset's)")
+    p.add_argument("--stats", metavar="N", type=_count, help="watch the quantizers every N steps (default: don't)")
     p.add_argument("--threads", metavar="N", type=_count, help="CPU threads (default: torch's choice)")
     p.add_argument("--device", metavar="NAME", help="cpu or cuda (default: cpu)")
     where = p.add_mutually_exclusive_group()
@@ -119,7 +120,11 @@ def run_pretrain(args) -> int:
             preset = presets.get(args.preset or "tiny").with_(
                 **{name: given[name] for name in ADJUSTABLE if name in given}
             )
-            options = {name: given[name] for name in ("policies", "data", "seed", "threads", "device") if name in given}
+            options = {
+                name: given[name]
+                for name in ("policies", "data", "seed", "threads", "device", "stats")
+                if name in given
+            }
             result = train.pretrain(train.Config(preset, **options), out, show=show)
     except train.Refused as error:
         fail(str(error))

@@ -16,6 +16,7 @@ PACKAGE, CSRC = ROOT / "fp4ext", ROOT / "csrc"
 
 # A module imports only what stands on a line above its own. `fp4ext` is the public face: everything up to backends.
 ORDER = """
+    pages
     formats
     spec
     ops
@@ -24,6 +25,7 @@ ORDER = """
     gemm
     recipe
     policy
+    policy_file
     policies
     linear experts
     noise

@@ -11,10 +11,13 @@ and layer.py judge it, report.py names what is wrong.
 import sys
 from types import ModuleType
 
+from .advice import Advice, advise
+from .cost import Cost, Shape, cost
+from .live import Monitor
 from .measure import audit
 from .report import Fault, Report
 
-__all__ = ["Fault", "Report", "audit"]
+__all__ = ["Advice", "Cost", "Fault", "Monitor", "Report", "Shape", "advise", "audit", "cost"]
 
 
 class _Callable(ModuleType):

@@ -114,6 +114,7 @@ def measure(
         for each in collected.values():
             each.add(image)
         counts = counts or range_faults(q, spec, values, rng)
+    counts.pop("mse")  # of one draw; that of all draws is measured below
     found = {of: each.measured(**counts) for of, each in collected.items()}
     of = nearest(found)
     return of, found[of]
@@ -143,7 +144,7 @@ def _inverse(n: int, stages: int, seed: int, offset: int) -> Tensor:
 
 
 def range_faults(q: QTensor, spec: Spec, x: Tensor, rng: Tensor | None) -> dict:
-    """Underflow, saturation, NaN blocks and the histogram of scale bytes of a quantized x [rows, K]."""
+    """Underflow, saturation, NaN blocks, the error and the histogram of scale bytes of a quantized x [rows, K]."""
     fmt, k = q.format, q.shape[-1]
     r = x if spec.rht == "none" else hadamard.rht(x, *hadamard.parse(spec.rht), rng)[..., :k]
     pad = fmt.padded(k) - k
@@ -158,7 +159,10 @@ def range_faults(q: QTensor, spec: Spec, x: Tensor, rng: Tensor | None) -> dict:
     element = fmt.element
     cut = (r.abs() > (element.max + element.top_step / 2) * scale) & (scale > 0)
     blocks = max(1, int(held.sum()))
+    finite = torch.isfinite(r) & torch.isfinite(back)
+    power = r.where(finite, 0).double().square().sum().item()
     return {
+        "mse": (back - r).where(finite, 0).double().square().sum().item() / power if power else 0.0,
         "underflow": int((held & (back == 0).all(-1)).sum()) / blocks,
         "flushed": ((r != 0) & (back == 0)).sum().item() / max(1, int((r != 0).sum())),
         "saturation": int((held & cut.any(-1)).sum()) / blocks,
