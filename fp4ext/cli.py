@@ -13,9 +13,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from .cli_audit import add_audit, add_cost, add_explain
+
 EXAMPLES = """\
 python -m fp4ext pretrain                    train a small transformer in BF16 and in 4 bits, side by side
 python -m fp4ext pretrain --help             its options, with examples
+python -m fp4ext audit runs/demo              tell noise from drift in its model, and propose a policy
+python -m fp4ext cost --help                 what a run takes on a machine, and which term binds
+python -m fp4ext explain 3.2 --grid 3,4       what rounding does once, and a thousand times
 python -m fp4ext backends                    what this machine has, and why not the others
 """
 
@@ -57,13 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="examples:\n" + EXAMPLES,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for add in (add_pretrain, add_backends):
+    for add in (add_pretrain, add_audit, add_cost, add_explain, add_backends):
         add(commands)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
         return 2
-    return args.run(args)
+    try:
+        return args.run(args)
+    except ValueError as error:
+        if "accepted" not in str(error) and "policies:" not in str(error):
+            raise  # a fault of ours, not an input that was refused
+        fail(str(error))
 
 
 def add_pretrain(commands) -> None:

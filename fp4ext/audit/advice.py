@@ -28,7 +28,7 @@ from .capture import Layer, Loss, capture, loss_of, plain, under
 from .cost import layer_seconds
 from .layer import HAT, Row, operands, products
 from .machines import Machine
-from .operations import of_layer
+from .operations import Op, of_layer
 from .report import DRIFT, SATURATION, UNDERFLOW
 
 GOALS = ("error", "bias", "speed", "memory")
@@ -164,6 +164,12 @@ def advise(
     return advice
 
 
+def needed() -> list[Op]:
+    """The operations that a machine must be calibrated for, so that every candidate can be priced."""
+    recipes = [*FORWARD.values(), *(make(f.fprop) for f in FORWARD.values() for make in BACKWARD.values())]
+    return [op for recipe in recipes for op in of_layer(recipe, 1, 1, 1)]
+
+
 def _scores(candidates, which, layers: list[Layer], machine, draws, goal, progress) -> list[Score]:
     scores = []
     for i, (key, recipe) in enumerate(candidates.items()):
@@ -191,8 +197,7 @@ def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine, d
             faulty.append(layer.name)
         t, (n, k) = max(layer.tokens, 128), layer.shape
         ops = [op for op in of_layer(recipe, t, n, k) if (op.gemm == "fprop") == (which == "fprop")]
-        if not isinstance(machine, Here) or all((op.kind, op.keys) in machine.costs for op in ops):
-            spent += layer_seconds(ops, machine)
+        spent += layer_seconds(ops, machine)
         tokens = t
     bits = recipe.weight_bits if which == "fprop" else recipe.saved_activation_bits
     mean_drift = statistics.fmean(drift) if drift else 0.0
