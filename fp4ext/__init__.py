@@ -41,6 +41,7 @@ __all__ = [
     "Spec",
     "Wgrad",
     "attention",
+    "audit",
     "backends",
     "convert",
     "current_stage",
@@ -64,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """fp4ext.export, imported when it is first used."""
-    if name == "export":
+    """fp4ext.audit and fp4ext.export, imported when they are first used: training does without them."""
+    if name in ("audit", "export"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

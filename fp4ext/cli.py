@@ -13,10 +13,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from .cli_audit import add_audit, add_cost, add_explain
+
 EXAMPLES = """\
 python -m fp4ext pretrain                    train a small transformer in BF16 and in 4 bits, side by side
 python -m fp4ext pretrain --help             its options, with examples
 python -m fp4ext rl                          reinforce it on a task: 4-bit sampler, trainer that agrees with it
+python -m fp4ext audit runs/demo              tell noise from drift in its model, and propose a policy
+python -m fp4ext cost --help                 what a run takes on a machine, and which term binds
+python -m fp4ext explain 3.2 --grid 3,4       what rounding does once, and a thousand times
 python -m fp4ext backends                    what this machine has, and why not the others
 """
 
@@ -58,13 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="examples:\n" + EXAMPLES,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for add in (add_pretrain, add_rl, add_backends):
+    for add in (add_pretrain, add_rl, add_audit, add_cost, add_explain, add_backends):
         add(commands)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
         return 2
-    return args.run(args)
+    try:
+        return args.run(args)
+    except ValueError as error:
+        if "accepted" not in str(error) and "policies:" not in str(error):
+            raise  # a fault of ours, not an input that was refused
+        fail(str(error))
 
 
 def add_pretrain(commands) -> None:
@@ -78,7 +88,7 @@ def add_pretrain(commands) -> None:
         epilog=PRETRAIN_EXAMPLES.format(policies=policies),
     )
     # No default here: what was not given is None, so that --resume can tell it from what was.
-    p.add_argument("--policies", metavar="A,B,…", type=_names, help="the arms, comma-separated; gaps are to bf16")
+    p.add_argument("--policies", metavar="A,B,…", type=_names, help="the arms, comma-separated; names or files")
     p.add_argument(
         "--data",
         metavar="PATH",
@@ -93,6 +103,7 @@ def add_pretrain(commands) -> None:
     p.add_argument("--seed", metavar="S", type=_seed, help="of weights, batches and rounding (default: 0)")
     p.add_argument("--eval-every", metavar="N", type=_count, help="steps between evaluations (default: the preset's)")
     p.add_argument("--save-every", metavar="N", type=_count, help="steps between checkpoints (default: the preset's)")
+    p.add_argument("--stats", metavar="N", type=_count, help="watch the quantizers every N steps (default: don't)")
     p.add_argument("--threads", metavar="N", type=_count, help="CPU threads (default: torch's choice)")
     p.add_argument("--device", metavar="NAME", help="cpu or cuda (default: cpu)")
     where = p.add_mutually_exclusive_group()
@@ -120,7 +131,11 @@ def run_pretrain(args) -> int:
             preset = presets.get(args.preset or "tiny").with_(
                 **{name: given[name] for name in ADJUSTABLE if name in given}
             )
-            options = {name: given[name] for name in ("policies", "data", "seed", "threads", "device") if name in given}
+            options = {
+                name: given[name]
+                for name in ("policies", "data", "seed", "threads", "device", "stats")
+                if name in given
+            }
             result = train.pretrain(train.Config(preset, **options), out, show=show)
     except train.Refused as error:
         fail(str(error))

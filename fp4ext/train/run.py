@@ -89,9 +89,17 @@ class Run:
                 self._boards = None
                 return
             self._boards[policy] = SummaryWriter(self.path / "tensorboard" / policy, purge_step=step)
-        for key, value in line.items():
-            if isinstance(value, float):
-                self._boards[policy].add_scalar(key, value, step)
+        for key, value in scalars(line):
+            self._boards[policy].add_scalar(key, value, step)
+
+
+def scalars(line: dict, prefix: str = ""):
+    """(tag, value) of every float in a line, those of nested tables under "outer/inner"; histograms are left out."""
+    for key, value in line.items():
+        if isinstance(value, float):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict) and key != "histogram":
+            yield from scalars(value, f"{prefix}{key}/")
 
 
 def create(path: Path, config: dict) -> Run:
