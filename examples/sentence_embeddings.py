@@ -155,8 +155,8 @@ def main() -> None:
         lines = [
             "# Sentence embeddings of a real encoder",
             "",
-            "By `python examples/sentence_embeddings.py --docs`: all-MiniLM-L6-v2 (22 M parameters, published in fp32), "
-            f"{n} matrices quantized, {len(SENTENCES)} sentences. Cosine: mean and least over the sentences, to the "
+            "By `python examples/sentence_embeddings.py --docs`: all-MiniLM-L6-v2 (22 M parameters, published in fp32),"
+            f" {n} matrices quantized, {len(SENTENCES)} sentences. Cosine: mean and least over the sentences, to the "
             "embeddings of the original, the weights alone quantized; then the mean with the inputs quantized too. "
             "Embeddings and norms stay fp32 in the file.",
             "",

@@ -1,6 +1,7 @@
 """Real weights: a 22 M-parameter encoder, quantized from its files, loaded packed; how far its embeddings move."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.slow
 def test_the_order_of_formats_on_a_real_encoder(tmp_path):
-    """MXFP8 above all, then sweep, four_over_six, amax, in cosine and in the error of the weights. The figures are those
-    of docs/measured/sentence_embeddings.md; bounds leave a fifth of each distance from 1."""
+    """MXFP8 above all, then sweep, four_over_six, amax, in cosine and in the error of the weights.
+
+    The figures are those of docs/measured/sentence_embeddings.md; bounds leave a fifth of each distance from 1.
+    """
     where = ROOT / "examples" / "sentence_embeddings.py"
     spec = importlib.util.spec_from_file_location("sentence_embeddings", where)
     example = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = example  # dataclasses look their module up
     spec.loader.exec_module(example)
     folder = example.packaged()
     given = tmp_path, *example.encoder(folder)
