@@ -48,6 +48,9 @@ class Checkpoint(Mapping):
         weight = self.weight(name)
         return weight.q if isinstance(weight, Stored) else weight
 
+    def __contains__(self, name) -> bool:
+        return name in self._groups
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._groups)
 

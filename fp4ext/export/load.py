@@ -46,10 +46,11 @@ def load(
         raise Refused(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
     modules = dict(model.named_modules())
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    _check_names(checkpoint, state)
+    known = [name for name in checkpoint if name not in _recomputed(modules)]
+    _check_names(checkpoint, known, state)
     new: dict[str, Tensor | QTensor] = {}
-    with Bar(sum(map(checkpoint.nbytes, checkpoint)), progress) as bar:
-        for name in checkpoint:
+    with Bar(sum(map(checkpoint.nbytes, known)), progress) as bar:
+        for name in known:
             new[name] = _fitted(checkpoint, name, state[name], modules)
             bar.advance(checkpoint.nbytes(name), name)
     _put(model, state, new)
@@ -59,9 +60,18 @@ def load(
     return model
 
 
-def _check_names(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
-    unknown = [name for name in checkpoint if name not in state]
-    tied = {id(state[name]) for name in checkpoint if name in state}
+def _recomputed(modules: dict[str, nn.Module]) -> set[str]:
+    """Buffers that a model makes for itself (position tables): old checkpoints have some, and they don't count."""
+    return {
+        f"{name}.{leaf}" if name else leaf
+        for name, module in modules.items()
+        for leaf in module._non_persistent_buffers_set
+    }
+
+
+def _check_names(checkpoint: Checkpoint, known: list[str], state: dict[str, Tensor]) -> None:
+    unknown = [name for name in known if name not in state]
+    tied = {id(state[name]) for name in known if name in state}
     missing = [name for name, t in state.items() if name not in checkpoint and id(t) not in tied]
     for what, names in (("the model has no", unknown), ("it lacks", missing)):
         if names:
