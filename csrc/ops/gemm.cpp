@@ -6,9 +6,9 @@
 namespace fp4ext {
 namespace {
 
-Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format,
-            const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format,
-            std::optional<Tensor> bias, std::string out_dtype, std::string accumulate, std::string backend) {
+Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, Text x_format, const Tensor& w_codes,
+            std::optional<Tensor> w_scales, std::optional<Tensor> w_global, Text w_format, std::optional<Tensor> bias, Text out_dtype,
+            Text accumulate, Text backend) {
   const Input x = check_operand("x", x_codes, x_scales, x_global, x_format, 0, "[.., K]");
   const Input w = check_operand("w", w_codes, w_scales, w_global, w_format, 2, "[N, K]");
   const int64_t k = contraction(x.operand, w.operand), n = w.operand.rows;

@@ -37,9 +37,9 @@ void run(kernels::GemmArgs& args, const Tensor& x, const std::string& accumulate
   check_launch(route.name, route.gemm(args, device.stream()));
 }
 
-Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format,
-            const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format,
-            std::optional<Tensor> bias, std::string out_dtype, std::string accumulate, std::string backend) {
+Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, Text x_format, const Tensor& w_codes,
+            std::optional<Tensor> w_scales, std::optional<Tensor> w_global, Text w_format, std::optional<Tensor> bias, Text out_dtype,
+            Text accumulate, Text backend) {
   check_devices(x_codes, w_codes, x_scales, w_scales, x_global, w_global);
   const Input x = check_operand("x", x_codes, x_scales, x_global, x_format, 0, "[.., K]");
   const Input w = check_operand("w", w_codes, w_scales, w_global, w_format, 2, "[N, K]");
@@ -67,9 +67,9 @@ Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional
   return y;
 }
 
-Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format,
-                    const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format,
-                    const Tensor& offsets, std::string out_dtype, std::string accumulate, std::string backend) {
+Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, Text x_format,
+                    const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, Text w_format,
+                    const Tensor& offsets, Text out_dtype, Text accumulate, Text backend) {
   check_devices(x_codes, w_codes, x_scales, w_scales, x_global, w_global);
   check_same_device("offsets", offsets, x_codes);
   check_dtype("offsets", offsets, ScalarType::Int);
