@@ -145,6 +145,35 @@ def gemm(
     )
 
 
+def gemm_add(
+    x_codes: Tensor,
+    x_scales: Tensor | None,
+    x_global: Tensor | None,
+    x_format: str,
+    w_codes: Tensor,
+    w_scales: Tensor | None,
+    w_global: Tensor | None,
+    w_format: str,
+    bias: Tensor | None,
+    out: Tensor,
+    accumulate: str = "invariant",
+    backend: str = "auto",
+) -> None:
+    """out += gemm(…) in fp32; out is changed."""
+    torch.ops.fp4ext.gemm_add.default(
+        *_matrix_bytes(x_codes, x_scales, x_format),
+        x_global,
+        x_format,
+        *_matrix_bytes(w_codes, w_scales, w_format),
+        w_global,
+        w_format,
+        bias,
+        out,
+        accumulate,
+        backend,
+    )
+
+
 def grouped_gemm(
     x_codes: Tensor,
     x_scales: Tensor | None,
@@ -255,6 +284,11 @@ def _(
     x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out_dtype, accumulate, backend
 ):
     return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=DTYPES[out_dtype])
+
+
+@torch.library.register_fake("fp4ext::gemm_add")
+def _(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out, accumulate, backend):
+    pass
 
 
 @torch.library.register_fake("fp4ext::grouped_gemm")

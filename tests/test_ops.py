@@ -47,6 +47,9 @@ SAMPLES = {
         (*quantized(), "nvfp4", *quantized(MX, 16), "mxfp8", None, "bfloat16", "invariant", "auto"),
         (x(2, 3, 40), None, None, "fp32", x(), None, None, "fp32", torch.ones(24), "float32", "fast", "cpu"),
     ],
+    "gemm_add": lambda: [
+        (*quantized(), "nvfp4", *quantized(MX, 16), "mxfp8", torch.ones(16), x(24, 16), "invariant", "auto")
+    ],
     "grouped_gemm": lambda: [
         (*quantized(), "nvfp4", x(3, 16, 40), None, None, "fp32", ENDS, "bfloat16", "invariant", "auto"),
         (x(16, 24), None, None, "fp32", x(8, 24), None, None, "fp32", ENDS, "float32", "fast", "cpu"),
