@@ -23,13 +23,13 @@ METHODS = ("text", "prompt", "reward")
 
 
 class Arithmetic:
-    """Sums of two numbers below 20, such as "7+15=22". In its text three answers of five are wrong, by 1 to 3."""
+    """Sums of two digits, such as "7+8=15". In its text every second answer is wrong, by 1 or 2."""
 
-    most = 4  # tokens of a completion, the stop included
+    most = 3  # tokens of a completion, the stop included
     stop = "\n"
 
     def prompt(self, rng: np.random.Generator) -> str:
-        a, b = rng.integers(0, 20, 2)
+        a, b = rng.integers(0, 10, 2)
         return f"{a}+{b}="
 
     def reward(self, prompt: str, completion: str) -> float:
@@ -38,13 +38,13 @@ class Arithmetic:
         return float(completion == f"{int(a) + int(b)}\n")
 
     def text(self, rng: np.random.Generator) -> str:
-        """20,000 lines: about 50 of each sum."""
+        """20,000 lines: about 200 of each sum."""
         lines = []
         for _ in range(20_000):
             prompt = self.prompt(rng)
             a, b = prompt[:-1].split("+")
-            wrong = rng.random() < 0.6
-            off = int(rng.integers(1, 4)) * (1 if rng.random() < 0.5 else -1)
+            wrong = rng.random() < 0.5
+            off = int(rng.integers(1, 3)) * (1 if rng.random() < 0.5 else -1)
             lines.append(f"{prompt}{abs(int(a) + int(b) + off * wrong)}\n")
         return "".join(lines)
 
