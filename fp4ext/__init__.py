@@ -14,7 +14,7 @@ from .gemm import gemm
 from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
-from .packed import PackedLinear, pack, refit
+from .packed import PackedExperts, PackedLinear, pack, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
@@ -30,6 +30,7 @@ __all__ = [
     "Format",
     "Fprop",
     "Linear",
+    "PackedExperts",
     "PackedLinear",
     "Policy",
     "QTensor",

@@ -15,10 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from .experts import Experts, grouped_fprop
+from .grouped import grouped_quantize
 from .linear import Linear, fprop
 from .policy import check_stage
 from .qtensor import QTensor
 from .quantize import quantize
+from .recipe import Recipe
 
 
 class PackedLinear(nn.Module):
@@ -34,12 +37,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: Linear, stage: str = "rl_sampler"):
         super().__init__()
-        check_stage(stage)
-        self.recipe = linear.recipes[stage]
-        spec = self.recipe.fprop.w
-        if spec is None or self.recipe.needs_rng:
-            why = "leaves weights as they are" if spec is None else f"is random ({spec})"
-            raise ValueError(f"the recipe of stage {stage} {why}; accepted: one that rounds weights to nearest")
+        self.recipe = _recipe(linear, stage)
         self.weight = self._quantized(linear)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
 
@@ -49,10 +47,7 @@ class PackedLinear(nn.Module):
     @torch.no_grad()
     def refit(self, linear: Linear) -> None:
         """Take over the layer's present weights, in place."""
-        new = self._quantized(linear).tensors()
-        for name, t in self.weight.tensors().items():
-            t.copy_(new[name])
-        self.weight = replace(self.weight)  # what hangs on the old QTensor was made from the old codes
+        self.weight = _renewed(self.weight, self._quantized(linear))
         if self.bias is not None:
             self.bias.copy_(linear.bias)
 
@@ -68,6 +63,64 @@ class PackedLinear(nn.Module):
         return repr(self.weight)
 
 
+class PackedExperts(nn.Module):
+    """What fp4ext.Experts computes in a stage without gradients, from weights quantized in advance.
+
+    Args, Raises: as PackedLinear.
+    """
+
+    def __init__(self, experts: Experts, stage: str = "rl_sampler"):
+        super().__init__()
+        self.recipe = _recipe(experts, stage)
+        self.gate_up_proj, self.down_proj = self._quantized(experts)
+
+    def _quantized(self, experts: Experts) -> list[QTensor]:
+        spec = self.recipe.fprop.w
+        return [grouped_quantize(w, spec, role="w") for w in (experts.gate_up_proj, experts.down_proj)]
+
+    @torch.no_grad()
+    def refit(self, experts: Experts) -> None:
+        """Take over the experts' present weights, in place."""
+        gate_up_proj, down_proj = self._quantized(experts)
+        self.gate_up_proj, self.down_proj = (
+            _renewed(self.gate_up_proj, gate_up_proj),
+            _renewed(self.down_proj, down_proj),
+        )
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        gate, up = grouped_fprop(x, self.gate_up_proj, offsets, self.recipe).chunk(2, dim=-1)
+        return grouped_fprop(nn.functional.silu(gate) * up, self.down_proj, offsets, self.recipe)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.gate_up_proj.nbytes + self.down_proj.nbytes
+
+    def extra_repr(self) -> str:
+        return f"{self.gate_up_proj!r}, {self.down_proj!r}"
+
+
+PACKED = {Linear: PackedLinear, Experts: PackedExperts}
+
+
+def _recipe(module: nn.Module, stage: str) -> Recipe:
+    """The module's recipe, if its weights can be quantized once for all calls."""
+    check_stage(stage)
+    recipe = module.recipes[stage]
+    spec = recipe.fprop.w
+    if spec is None or recipe.needs_rng:
+        why = "leaves weights as they are" if spec is None else f"is random ({spec})"
+        raise ValueError(f"the recipe of stage {stage} {why}; accepted: one that rounds weights to nearest")
+    return recipe
+
+
+def _renewed(old: QTensor, new: QTensor) -> QTensor:
+    """`new`, in the memory of `old`. A QTensor of its own: what hangs on the old one was made from the old codes."""
+    for name, t in old.tensors().items():
+        t.copy_(new.tensors()[name])
+    return replace(old)
+
+
 def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     """A copy of the model, in eval mode and without gradients, whose converted layers are packed.
 
@@ -79,9 +132,9 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     check_stage(stage)
     # deepcopy takes what is in the memo for a copy that it has made already, so master weights are never copied.
     memo = {
-        id(module): PackedLinear(module, stage)
+        id(module): PACKED[type(module)](module, stage)
         for module in model.modules()
-        if isinstance(module, Linear) and module.recipes[stage].fprop.w is not None
+        if type(module) in PACKED and module.recipes[stage].fprop.w is not None
     }
     return copy.deepcopy(model, memo).eval().requires_grad_(False)
 
@@ -97,7 +150,7 @@ def refit(packed: nn.Module, model: nn.Module) -> None:
     for name, module in packed.named_modules():
         if name not in modules:
             raise ValueError(f"the model has no {name!r}; accepted: the model that was packed")
-        if isinstance(module, PackedLinear):
+        if isinstance(module, tuple(PACKED.values())):
             module.refit(modules[name])
             continue
         theirs = modules[name]._parameters | modules[name]._buffers

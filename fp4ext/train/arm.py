@@ -19,6 +19,7 @@ import fp4ext
 
 from . import bf16
 from .model import Transformer
+from .moe import Balance
 from .presets import Preset
 
 
@@ -35,6 +36,7 @@ class Arm:
     def __init__(self, policy: str, preset: Preset, seed: int, device: torch.device):
         self.policy, self.preset, self.seed, self.device = policy, preset, seed, device
         self.model, self.report = build_model(policy, preset, seed, device)
+        self.balance = Balance(self.model)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": preset.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -58,6 +60,7 @@ class Arm:
         train_loss, grad_norm = loss.item(), norm.item()
         if math.isfinite(train_loss) and math.isfinite(grad_norm):
             self.optimizer.step()
+            line |= self.balance.step()
         else:
             self.diverged = step + 1
             line["diverged"] = self.diverged

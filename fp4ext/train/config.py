@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,7 @@ class Config:
     def as_dict(self) -> dict:
         """The part of config.json that two equal runs share."""
         return {
-            "preset": asdict(self.preset),
+            "preset": presets.as_dict(self.preset),
             "policies": list(self.policies),
             "seed": self.seed,
             "device": self.device,

@@ -5,9 +5,10 @@
     x ← x + down(silu(gate) · up),                 gate, up = gate_up(norm(x))
     logits = lm_head(norm(x))
 
-The residual stream and the norms are fp32; under autocast the products are BF16. `fp4ext.convert` swaps the four
-Linears of each block and nothing else, which is 24 of 25 multiplications at the tiny preset. q, k, v (and gate, up)
-share one matrix, because they share one input: it is quantized once.
+With experts the second line is a mixture (moe.py). The residual stream and the norms are fp32; under autocast the
+products are BF16. `fp4ext.convert` swaps the four Linears of each block (and the experts) and nothing else, which is 24
+of 25 multiplications at the tiny preset. q, k, v (and gate, up) share one matrix, because they share one input: it is
+quantized once.
 
 In the stages of RL attention sums in a fixed order (fp4ext.attention), so that with row-invariant products
 (invariant.py) a token's logits depend on that token and its past alone: fed whole, or one by one through a `Past`, in
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 import fp4ext
 
+from .moe import MoE
 from .presets import Shape
 
 
@@ -117,10 +119,10 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, d: int, ffn: int):
         super().__init__()
-        self.gate_up = nn.Linear(shape.d, 2 * shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.d, bias=False)
+        self.gate_up = nn.Linear(d, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -131,7 +133,8 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
         self.attention_norm, self.attention = RMSNorm(shape.d), Attention(shape, layer)
-        self.mlp_norm, self.mlp = RMSNorm(shape.d), SwiGLU(shape)
+        dense = SwiGLU(shape.d, shape.ffn) if shape.ffn else None
+        self.mlp_norm, self.mlp = RMSNorm(shape.d), MoE(shape, dense) if shape.experts else dense
 
     def forward(self, x: Tensor, rope: Rope, past: Past | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, past)
@@ -162,8 +165,8 @@ class Transformer(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim < 2:
                 continue
-            std = 1.0 if name == "embed.weight" else p.shape[1] ** -0.5
-            if name.endswith(("out.weight", "down.weight")):
+            std = 1.0 if name == "embed.weight" else p.shape[-1] ** -0.5
+            if name.endswith(("out.weight", "down.weight", "down_proj")):
                 std /= math.sqrt(2 * self.shape.layers)
             p.normal_(0.0, std, generator=generator)
         self.lm_head.weight.zero_()

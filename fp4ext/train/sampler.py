@@ -112,7 +112,7 @@ class Sampler:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights as they are read."""
-        packed = [m for m in self.model.modules() if isinstance(m, fp4ext.PackedLinear)]
+        packed = [m for m in self.model.modules() if isinstance(m, (fp4ext.PackedLinear, fp4ext.PackedExperts))]
         return sum(m.nbytes for m in packed) + sum(p.nbytes for p in self.model.parameters())
 
     def generate(

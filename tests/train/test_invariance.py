@@ -11,6 +11,7 @@ from fp4ext.train import Shape, invariant
 from fp4ext.train.model import Past, Transformer
 
 SHAPE = Shape(layers=2, d=96, heads=3, ffn=144, context=48)
+MOE = Shape(layers=2, d=96, heads=3, ffn=48, context=48, experts=7, top_k=3, expert_ffn=80)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -47,10 +48,11 @@ def threads():
 
 
 @pytest.mark.parametrize("activations", DTYPES)
+@pytest.mark.parametrize("shape", [SHAPE, MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("policy", ["bf16", "mxfp8", "nvidia", "end_to_end"])
-def test_whole_equals_token_by_token(policy, activations):
+def test_whole_equals_token_by_token(policy, shape, activations):
     """A prompt fed whole, in pieces, and token by token through a cache."""
-    m, x = model(policy), tokens(3, 40)
+    m, x = model(policy, shape), tokens(3, 40)
     with running(activations):
         whole = m(x)
         for cuts in ([40], [17, 18, 33, 40], list(range(1, 41))):
@@ -63,9 +65,10 @@ def test_whole_equals_token_by_token(policy, activations):
 
 
 @pytest.mark.parametrize("activations", DTYPES)
+@pytest.mark.parametrize("shape", [SHAPE, MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("policy", ["bf16", "end_to_end"])
-def test_batch_mates_do_not_matter(policy, activations):
-    m, x = model(policy), tokens(70, 21)
+def test_batch_mates_do_not_matter(policy, shape, activations):
+    m, x = model(policy, shape), tokens(70, 21)
     with running(activations):
         whole = m(x)
         for rows in ([5], [69, 0, 3], list(range(40, 70))):
@@ -90,8 +93,9 @@ def test_a_mate_a_million_times_larger_does_not_matter():
     assert not torch.equal(y[:3], alone)
 
 
-def test_threads_do_not_matter():
-    m, x = model("end_to_end"), tokens(16, 48)
+@pytest.mark.parametrize("shape", [SHAPE, MOE], ids=["dense", "moe"])
+def test_threads_do_not_matter(shape):
+    m, x = model("end_to_end", shape), tokens(16, 48)
     with running("bf16"):
         torch.set_num_threads(1)
         alone = m(x)
@@ -99,10 +103,11 @@ def test_threads_do_not_matter():
         assert_bytes_equal(m(x), alone)
 
 
+@pytest.mark.parametrize("shape", [SHAPE, MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("policy", ["bf16", "end_to_end"])
-def test_the_trainers_forward_is_the_samplers(policy):
+def test_the_trainers_forward_is_the_samplers(policy, shape):
     """With gradients too; and the packed copy gives the same from codes."""
-    m, x = model(policy), tokens(5, 30)
+    m, x = model(policy, shape), tokens(5, 30)
     with running("bf16"):
         wanted = m(x)
     packed = fp4ext.pack(m)
