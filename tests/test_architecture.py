@@ -28,6 +28,7 @@ ORDER = """
     policies
     linear
     experts
+    stacked
     quantized packed
     noise
     convert
