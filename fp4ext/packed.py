@@ -64,7 +64,10 @@ class PackedLinear(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """The same of fp4ext.Experts."""
+    """What fp4ext.Experts computes in a stage without gradients, from weights quantized in advance.
+
+    Args, Raises: as PackedLinear.
+    """
 
     def __init__(self, experts: Experts, stage: str = "rl_sampler"):
         super().__init__()
@@ -97,6 +100,7 @@ PACKED = {Linear: PackedLinear, Experts: PackedExperts}
 
 
 def _recipe(module: Linear | Experts, stage: str) -> Recipe:
+    """The module's recipe, if its weights can be quantized once for all calls."""
     check_stage(stage)
     recipe = module.recipes[stage]
     if recipe.fprop.w is None or recipe.needs_rng:
@@ -147,7 +151,7 @@ def refit(packed: nn.Module, model: nn.Module) -> None:
     for name, module in packed.named_modules():
         if name not in modules:
             raise ValueError(f"the model has no {name!r}; accepted: the model that was packed")
-        if isinstance(module, (PackedLinear, PackedExperts)):
+        if isinstance(module, tuple(PACKED.values())):
             module.refit(modules[name])
             continue
         theirs = modules[name]._parameters | modules[name]._buffers

@@ -30,6 +30,7 @@ ORDER = """
     policies
     linear
     experts
+    stacked
     quantized packed
     noise
     convert

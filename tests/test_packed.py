@@ -91,3 +91,48 @@ def test_refusals():
         PackedLinear(fp4ext.Linear(32, 32, policy="bf16"))
     with pytest.raises(ValueError, match="the model has no '2'; accepted: the model that was packed"):
         fp4ext.refit(fp4ext.pack(make()), make()[:2])
+
+
+# Experts
+
+
+class Mixture(nn.Module):
+    def __init__(self, policy="end_to_end"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.experts = nn.LayerNorm(64), fp4ext.Experts(5, 64, 32, policy=policy)
+
+    def forward(self, x, offsets):
+        return self.experts(self.norm(x), offsets)
+
+
+OFFSETS = torch.tensor([3, 3, 10, 11, 20], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("policy", ["end_to_end", "nvidia", "mxfp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_give_the_same_bits(policy, dtype):
+    model, x = Mixture(policy), generate("gaussian", 22, 64)
+    packed = fp4ext.pack(model)
+    assert type(packed.experts) is fp4ext.PackedExperts
+    run = lambda m: forward(lambda x: m(x, OFFSETS), x, dtype)  # noqa: E731
+    assert_bytes_equal(run(packed), run(model))
+    places = [t.data_ptr() for t in packed.experts.gate_up_proj.tensors().values()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    assert not torch.equal(run(packed), run(model))
+    fp4ext.refit(packed, model)
+    assert_bytes_equal(run(packed), run(model))
+    assert [t.data_ptr() for t in packed.experts.gate_up_proj.tensors().values()] == places
+
+
+def test_packed_experts_are_small():
+    """4.5 bits a weight and an outer scale an expert and matrix; no parameter is left."""
+    packed = fp4ext.pack(Mixture()).experts
+    weights = 5 * 3 * 64 * 32
+    assert packed.nbytes == weights * 9 // 16 + 2 * 5 * 4
+    assert not list(packed.parameters()) and "4.51 bits" in repr(packed)
+    assert type(fp4ext.pack(Mixture("bf16")).experts) is fp4ext.Experts
+    with pytest.raises(ValueError, match="leaves weights as they are"):
+        fp4ext.PackedExperts(Mixture("bf16").experts)

@@ -21,6 +21,7 @@ from fp4ext.audit.live import Monitor
 
 from . import bf16
 from .model import Transformer
+from .moe import Balance
 from .presets import Preset
 
 
@@ -39,6 +40,7 @@ class Arm:
         name = policy if isinstance(policy, str) else policy.name
         self.policy, self.preset, self.seed, self.device = name, preset, seed, device
         self.model, self.report = build_model(policy, preset, seed, device)
+        self.balance = Balance(self.model)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": preset.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -70,7 +72,7 @@ class Arm:
         train_loss, grad_norm = loss.item(), norm.item()
         if math.isfinite(train_loss) and math.isfinite(grad_norm):
             self.optimizer.step()
-            self.model.balance()
+            line |= self.balance.step()
         else:
             self.diverged = step + 1
             line["diverged"] = self.diverged

@@ -9,7 +9,7 @@ import platform
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +109,7 @@ class Config:
         """The part of config.json that two equal runs share."""
         more = ({"own": self.own} if self.own else {}) | ({"stats": self.stats} if self.stats else {})
         return more | {
-            "preset": asdict(self.preset),
+            "preset": presets.as_dict(self.preset),
             "policies": list(self.policies),
             "seed": self.seed,
             "device": self.device,

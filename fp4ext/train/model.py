@@ -5,9 +5,10 @@
     x ← x + down(silu(gate) · up),                 gate, up = gate_up(norm(x))
     logits = lm_head(norm(x))
 
-The residual stream and the norms are fp32; under autocast the products are BF16. `fp4ext.convert` swaps the four
-Linears of each block and nothing else, which is 24 of 25 multiplications at the tiny preset. q, k, v (and gate, up)
-share one matrix, because they share one input: it is quantized once.
+With experts the second line is a mixture (moe.py). The residual stream and the norms are fp32; under autocast the
+products are BF16. `fp4ext.convert` swaps the four Linears of each block (and the experts) and nothing else, which is 24
+of 25 multiplications at the tiny preset. q, k, v (and gate, up) share one matrix, because they share one input: it is
+quantized once.
 
 In the stages of RL attention sums in a fixed order (fp4ext.attention), so that with row-invariant products
 (invariant.py) a token's logits depend on that token and its past alone: fed whole, or one by one through a `Past`, in
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 
 import fp4ext
 
-from . import invariant
 from .cache import Past, rounded
+from .moe import MoE
 from .presets import Shape
 
 
@@ -98,76 +99,22 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, d: int, ffn: int):
         super().__init__()
-        self.gate_up = nn.Linear(shape.d, 2 * shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.d, bias=False)
+        self.gate_up = nn.Linear(d, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
-class Router(nn.Linear):
-    """Scores of experts, in fp32 whatever autocast says: which expert a token takes hangs on small differences."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            if fp4ext.current_stage() == "pretrain":
-                return super().forward(x.float())
-            return invariant.multiply(x.float(), self.weight, torch.float32)
-
-
-class Mixture(nn.Module):
-    """A shared MLP, and for each token the top_k of `experts` small ones. No token is dropped.
-
-        s = sigmoid(router(x)),   chosen = the top_k of s + bias,   w_e = s_e / Σ_chosen s
-        y = shared(x) + Σ_chosen w_e · expert_e(x),                 summed by rising e
-
-    Loads are balanced without a loss of its own: the bias decides who is chosen, not what it weighs, and `balance`
-    moves it towards equal loads.
-    """
-
-    def __init__(self, shape: Shape):
-        super().__init__()
-        self.top_k = shape.top_k
-        self.router = Router(shape.d, shape.experts, bias=False)
-        self.register_buffer("selection_bias", torch.zeros(shape.experts))
-        self.register_buffer("load", torch.zeros(shape.experts), persistent=False)
-        self.experts = fp4ext.Experts(shape.experts, shape.d, shape.expert_ffn, policy="bf16")
-        self.shared = SwiGLU(shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, -2)
-        scores = self.router(flat).sigmoid()
-        ranked = (scores.detach() + self.selection_bias).sort(dim=-1, descending=True, stable=True).indices
-        chosen = ranked[:, : self.top_k].sort(-1).values
-        weights = scores.gather(-1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True)
-
-        order = chosen.flatten().sort(stable=True).indices  # (token, choice) pairs by expert
-        counts = chosen.flatten().bincount(minlength=len(self.load))
-        rows = self.experts(flat[order // self.top_k], counts.cumsum(0).int())
-        parts = torch.empty_like(rows).index_copy(0, order, rows).view(*chosen.shape, -1).float()
-        y = self.shared(flat).float()
-        for i in range(self.top_k):
-            y = y + weights[:, i, None] * parts[:, i]
-        if self.training and torch.is_grad_enabled():
-            self.load += counts
-        return y.view(x.shape)
-
-    @torch.no_grad()
-    def balance(self, rate: float = 1e-3) -> None:
-        """Make experts that had more than their share since the last call less likely, the others more."""
-        self.selection_bias -= rate * (self.load - self.load.mean()).sign()
-        self.load.zero_()
-
-
 class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
         self.attention_norm, self.attention = RMSNorm(shape.d), Attention(shape, layer)
-        self.mlp_norm, self.mlp = RMSNorm(shape.d), Mixture(shape) if shape.experts else SwiGLU(shape)
+        dense = SwiGLU(shape.d, shape.ffn) if shape.ffn else None
+        self.mlp_norm, self.mlp = RMSNorm(shape.d), MoE(shape, dense) if shape.experts else dense
 
     def forward(self, x: Tensor, rope: Rope, past: Past | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, past)
@@ -208,12 +155,6 @@ class Transformer(nn.Module):
         """How keys and values are rounded in the stages of RL, where sequences are decoded through a cache of them."""
         for block in self.blocks:
             block.attention.cache = spec
-
-    def balance(self) -> None:
-        """After a step of pretraining: even out the loads of experts, where there are any."""
-        for block in self.blocks:
-            if isinstance(block.mlp, Mixture):
-                block.mlp.balance()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, past: Past | None = None) -> Tensor:
         x = self.embed(tokens)

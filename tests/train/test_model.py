@@ -44,44 +44,6 @@ def test_is_causal():
     )
 
 
-def test_a_mixture_is_its_definition():
-    """Each token on its own: shared + Σ w_e·expert_e over the top k of sigmoid + bias; weights without the bias."""
-    shape = Shape(layers=1, d=16, heads=2, ffn=24, context=16, experts=5, top_k=2, expert_ffn=8)
-    mlp = Transformer(shape, seed=1).blocks[0].mlp
-    mlp.selection_bias.copy_(torch.tensor([0.0, 0.3, 0, -0.3, 0.1]))
-    x = torch.randn(7, 16)
-    y = mlp(x)
-    for token, got in zip(x, y, strict=True):
-        s = (mlp.router.weight @ token).sigmoid()
-        chosen = (s + mlp.selection_bias).topk(2).indices
-        wanted = mlp.shared(token)
-        for e in chosen:
-            gate, up = (mlp.experts.gate_up_proj[e] @ token).chunk(2)
-            wanted = wanted + s[e] / s[chosen].sum() * (mlp.experts.down_proj[e] @ (F.silu(gate) * up))
-        torch.testing.assert_close(got, wanted)
-
-
-def test_loads_are_balanced():
-    """A router that favours one expert: the bias takes its lead away, and takes nothing from the weights."""
-    shape = Shape(layers=1, d=16, heads=2, ffn=24, context=16, experts=4, top_k=1, expert_ffn=8)
-    model = Transformer(shape, seed=1)
-    mlp = model.blocks[0].mlp
-    x = torch.randn(256, 16)
-    x[:, 0] = 1
-    with torch.no_grad():
-        mlp.router.weight[2, 0] += 1.5
-    loads = []
-    for _ in range(400):
-        mlp(x)
-        loads.append(mlp.load / mlp.load.sum())
-        model.balance()
-        assert (mlp.load == 0).all()
-    assert loads[0].max() > 0.6 and loads[-1].max() < 0.35
-    with torch.no_grad():
-        mlp(x)
-    assert (mlp.load == 0).all()  # evaluation does not count
-
-
 def test_rope_depends_on_distance():
     rope = Transformer(SHAPE).rope
     q, k = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 1, 16, 16)
