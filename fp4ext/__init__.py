@@ -7,14 +7,16 @@ import torch  # noqa: F401  (loads libtorch before _C)
 from . import formats, policies
 from .backends import backends
 from .convert import Report, convert, revert, set_step, storage_bits
+from .experts import Experts, grouped_linear
 from .formats import Format
 from .gemm import gemm
+from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
-from .quantized import QuantizedLinear
+from .quantized import QuantizedExperts, QuantizedLinear
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
 
@@ -22,12 +24,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Dgrad",
+    "Experts",
     "Format",
     "Fprop",
     "Linear",
     "Policy",
     "QTensor",
+    "QuantizedExperts",
     "QuantizedLinear",
+    "Ragged",
     "Recipe",
     "Report",
     "Spec",
@@ -38,6 +43,9 @@ __all__ = [
     "formats",
     "gemm",
     "gradient_noise",
+    "grouped_gemm",
+    "grouped_linear",
+    "grouped_quantize",
     "linear",
     "policies",
     "quantize",

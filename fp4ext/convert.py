@@ -1,7 +1,8 @@
 """convert: make a model's linear layers quantize by a policy, in place, and say what was done and what was left.
 
 A converted layer is the same object with the same parameters and hooks; only its class changes, from nn.Linear to
-fp4ext.Linear. So optimizers, state_dicts and sharding don't notice, and `revert` has nothing to copy.
+fp4ext.Linear. So optimizers, state_dicts and sharding don't notice, and `revert` has nothing to copy. fp4ext.Experts
+has no plain class: its policy changes, and under the policy bf16 it is plain.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from . import policies
+from .experts import Experts
 from .linear import Linear
 from .policy import Policy, check_stage
 
@@ -40,12 +42,12 @@ class Report:
 
 
 def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filter | None = None) -> Report:
-    """Make each nn.Linear of a model quantize by a policy, in place.
+    """Make each nn.Linear and each fp4ext.Experts of a model quantize by a policy, in place.
 
     Args:
         model: any module; the parameters stay the same objects.
         policy: a Policy or the name of one. Modules that it keeps (by name, or as the last layers) are left.
-        filter: called with each nn.Linear's name and module; False leaves it.
+        filter: called with the name and module of each; False leaves it.
 
     Returns:
         A Report. A model that is already converted is converted anew.
@@ -63,7 +65,7 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
         why = _why_left(name, module, policy, filter, shared)
         if why:
             report.left[name] = why
-        elif type(module) in (nn.Linear, Linear):
+        elif type(module) in (nn.Linear, Linear, Experts):
             candidates.append(name)
     kept = round(len(candidates) * policy.keep_last)
     for name in candidates[len(candidates) - kept :]:
@@ -71,7 +73,8 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
     for name in report.left:
         _revert(modules[name])
     for name in candidates[: len(candidates) - kept]:
-        modules[name].__class__ = Linear
+        if not isinstance(modules[name], Experts):
+            modules[name].__class__ = Linear
         modules[name].set_policy(policy, name)
         report.converted.append(name)
     for name, module in modules.items():
@@ -84,7 +87,7 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Make each converted layer a plain nn.Linear again, in place; the names of those that were."""
+    """Make each converted layer a plain nn.Linear (Experts: plain) again, in place; the names of those that were."""
     _check_module(model)
     return [name for name, module in model.named_modules() if _revert(module)]
 
@@ -93,7 +96,7 @@ def set_step(model: nn.Module, step: int) -> None:
     """Tell every converted layer how far training is, for policies that change with it."""
     _check_module(model)
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, (Linear, Experts)):
             module.set_step(step)
 
 
@@ -107,12 +110,15 @@ def storage_bits(model: nn.Module, stage: str = "pretrain") -> dict[str, float]:
     check_stage(stage)
     weights = activations = weight_bits = activation_bits = 0.0
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, (Linear, Experts)):
             recipe = module.recipes[stage]
-            weights += module.weight.numel()
-            activations += module.in_features
-            weight_bits += module.weight.numel() * recipe.weight_bits
-            activation_bits += module.in_features * recipe.saved_activation_bits
+            for w in module.parameters(recurse=False):
+                if w.dim() < 2:
+                    continue
+                weights += w.numel()
+                activations += w.shape[-1]
+                weight_bits += w.numel() * recipe.weight_bits
+                activation_bits += w.shape[-1] * recipe.saved_activation_bits
     if not weights:
         return {"weights": 16.0, "saved_activations": 16.0}
     return {"weights": weight_bits / weights, "saved_activations": activation_bits / activations}
@@ -136,15 +142,18 @@ def _why_left(
         return f"{kind} has no shape yet: run a batch through the model first"
     if not isinstance(module, nn.Linear) and not any(p.dim() >= 2 for p in parameters):
         return None
-    if type(module) not in (nn.Linear, Linear):
-        if isinstance(module, nn.Linear):
-            return f"{kind} is a subclass of nn.Linear, and may compute something else"
+    if type(module) not in (nn.Linear, Linear, Experts):
+        for base, called in ((nn.Linear, "nn.Linear"), (Experts, "fp4ext.Experts")):
+            if isinstance(module, base):
+                return f"{kind} is a subclass of {called}, and may compute something else"
         return f"{kind} has no 4-bit form here"
-    if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"its weight is {module.weight.dtype}; accepted: float32, bfloat16, float16"
+    matrices = [p for p in parameters if p.dim() >= 2]
+    for w in matrices:
+        if w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"its weight is {w.dtype}; accepted: float32, bfloat16, float16"
     if "forward" in vars(module):
         return "its forward is replaced on the object, and would be called instead"
-    others = [other for other in shared.get(id(module.weight), []) if other != name]
+    others = [other for w in matrices for other in shared.get(id(w), []) if other != name]
     if others:
         return f"it shares its weight with {', '.join(others)}"
     if policy.keeps(name):
@@ -164,6 +173,9 @@ def _shared_weights(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _revert(module: nn.Module) -> bool:
+    if type(module) is Experts and module.policy.name != "bf16":
+        module.set_policy("bf16")
+        return True
     if type(module) is not Linear:
         return False
     module.__class__ = nn.Linear

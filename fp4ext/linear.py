@@ -216,11 +216,10 @@ def _flatten(operand: Operand):
     """The tensors of an operand, and a function that takes them off the front of a list and rebuilds it."""
     if isinstance(operand, Tensor):
         return [operand], lambda saved: saved.pop(0)
-    named = operand.tensors()
-    rest = (operand.format, operand.shape, operand.dtype)
+    kind, named = type(operand), operand.tensors()
+    rest = {name: value for name, value in vars(operand).items() if name not in named}
 
-    def rebuild(saved: list[Tensor]) -> QTensor:
-        fields = {name: saved.pop(0) for name in named}
-        return QTensor(fields["codes"], fields["scales"], fields.get("global_scale"), *rest)
+    def rebuild(saved: list[Tensor]):
+        return kind(**{name: saved.pop(0) for name in named}, **rest)
 
     return list(named.values()), rebuild

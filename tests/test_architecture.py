@@ -22,10 +22,13 @@ ORDER = """
     qtensor
     quantize
     gemm
+    grouped
     recipe
     policy
     policies
-    linear experts quantized
+    linear
+    experts
+    quantized
     noise
     convert
     backends

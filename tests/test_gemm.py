@@ -48,6 +48,17 @@ def test_defaults():
     assert_bytes_equal(gemm(x, w, None, torch.bfloat16, accumulate="fast", backend="cpu"), y)
 
 
+def test_out():
+    """Added to in place, and returned; a parameter's gradient may be it."""
+    x, w, b = operand("nvfp4", 2, 5, 64), operand("nvfp4", 7, 64, seed=1), torch.randn(7)
+    out = torch.ones(2, 5, 7, requires_grad=True)
+    wanted = out.detach() + gemm(x, w, b, torch.float32)
+    assert gemm(x, w, b, out=out) is out
+    assert_bytes_equal(out.detach(), wanted)
+    with pytest.raises(ValueError, match="out is on meta; accepted: cpu"):
+        gemm(x, w, out=out.to("meta"))
+
+
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp8", torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lead", [(), (0,), (2, 3), (2, 0, 3), (2, 1, 3)])
 def test_leading_dimensions(kind, lead):

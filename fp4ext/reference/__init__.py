@@ -7,6 +7,7 @@
     block_scale.py  outer scales and the rules that choose a block's scale                  sections 2, 3
     quantize.py     quantize, dequantize, amax_of                                           sections 2-7
     gemm.py         the GEMM in its lawful order of summation                               section 9
+    grouped.py      experts: each on its own                                                section 9
     layout.py       the 128x4 scale layout of the tensor cores                              section 10
 
 It is written from docs/numerics.md alone, without sight of the C++ that must agree with it.
@@ -28,6 +29,7 @@ from .elements import (
     unpack_nibbles,
 )
 from .gemm import gemm
+from .grouped import grouped_gemm, grouped_quantize
 from .hadamard import effective_n, inverse_rht, rht, signs
 from .layout import swizzle, unswizzle
 from .philox import element_bits, philox4x32
@@ -50,6 +52,8 @@ __all__ = [
     "encode_e5m2",
     "encode_e5m2_stochastic",
     "gemm",
+    "grouped_gemm",
+    "grouped_quantize",
     "inverse_rht",
     "nvfp4_scales",
     "outer_scales",

@@ -137,6 +137,19 @@ def test_any_scale_byte(each_isa, x_format, w_format):
         )
 
 
+@pytest.mark.parametrize("x_format, w_format", [*SAME, ("mxfp4", "mxfp4"), ("fp16", "mxfp4")], ids=lambda f: f)
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_a_decode_is_a_prefill(each_isa, x_format, w_format, m):
+    """A few rows take a way of their own through w: the bits of many, whatever the scale bytes: negative, NaN."""
+    for n, k, scales in ((41, 1072, None), (17, 271, None), (9, 16, (0, 256)), (33, 544, (0x70, 0x90))):
+        x, w = operand(x_format, 40, k, 29, outer="row"), operand(w_format, n, k, 30, scales=scales)
+        wanted = gemm(x, w)
+        for isa, y in each_isa(lambda: gemm(x[:m], w)):  # noqa: B023
+            assert_bytes_equal(y, wanted[:m], f"{isa} {n}x{k}")
+        if k < 300:
+            check(each_isa, x[:m], w)
+
+
 def test_fp32_products_are_fused(each_isa):
     """Cancelling sums of products that no fp32 holds: multiply, then add, gives other bits."""
     g = torch.Generator().manual_seed(0)
@@ -307,6 +320,39 @@ def test_bounds_at_large_k(each_isa, x_format, w_format, data):
     limit = size * (2**-20 if data == "random" else (k / 16 + 2) * 2**-24)
     for isa, y in each_isa(lambda: gemm(x, w)):
         assert ((y.double() - exact).abs() <= limit + exact.abs() * 2**-24).all(), isa
+
+
+@pytest.mark.parametrize("x_format, w_format", SAME, ids=lambda f: f)
+@pytest.mark.parametrize("m", [1, 40])
+def test_added_to_what_is_there(each_isa, x_format, w_format, m):
+    """out += y in fp32, the bias first: weight gradients over micro-batches."""
+    x, w, bias = operand(x_format, m, 80, 31), operand(w_format, 27, 80, 32), torch.randn(27)
+    before = torch.randn(m, 27) * 10
+    wanted = reference.gemm(x.for_reference(), w.for_reference(), bias, out=before)
+    assert not torch.equal(wanted, gemm(x, w) + (before + bias))
+    operands = (x.codes, x.scales, x.outer, x.format, w.codes, w.scales, w.outer, w.format)
+
+    def add():
+        out = before.clone()
+        fp4ext.ops.gemm_add(*operands, bias, out)
+        return out
+
+    for isa, out in each_isa(add):
+        assert_bytes_equal(out, wanted, isa)
+
+
+@pytest.mark.parametrize(
+    "out, says",
+    [
+        (torch.zeros(3, 27, dtype=torch.bfloat16), "out is bfloat16; accepted: float32"),
+        (torch.zeros(3, 26), r"out has shape \[3, 26\]; accepted: \[3, 27\]"),
+        (torch.zeros(27, 3).T, "out has gaps between its elements; accepted: a contiguous tensor"),
+    ],
+)
+def test_out_that_does_not_fit_is_refused(out, says):
+    x, w = operand("fp32", 3, 16, 1), operand("fp32", 27, 16, 2)
+    with pytest.raises(RuntimeError, match=says):
+        fp4ext.ops.gemm_add(x.codes, None, None, "fp32", w.codes, None, None, "fp32", None, out)
 
 
 # ---- shapes ----
