@@ -18,7 +18,7 @@ from .packed import PackedExperts, PackedLinear, pack, packed_weights, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
-from .quantized import QuantizedLinear
+from .quantized import QuantizedExperts, QuantizedLinear
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
 
@@ -34,6 +34,7 @@ __all__ = [
     "PackedLinear",
     "Policy",
     "QTensor",
+    "QuantizedExperts",
     "QuantizedLinear",
     "Ragged",
     "Recipe",

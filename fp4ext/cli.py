@@ -56,7 +56,7 @@ read. SOURCE is a run of `pretrain`, a folder with safetensors (of any architect
 EXPORT_EXAMPLES = """\
 examples:
   python -m fp4ext export runs/mine out/mine
-      the newest weights of a run, by the policy they were trained under, for vLLM and transformers
+      the newest weights of a run, by the policy they were trained under, in the layout compressed-tensors
   python -m fp4ext export ~/models/llama out/llama --layout modelopt --policy four_over_six
       any BF16 checkpoint; q, k, v and gate, up share an outer scale, as readers that fuse them want
   python -m fp4ext export ~/models/moe out/moe --layout inkling2 --exclude "*.layers.0.*" --policy nvfp4/sweep

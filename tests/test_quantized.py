@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp4ext
-from fp4ext import QuantizedLinear, Spec, gemm, quantize
+from fp4ext import QuantizedExperts, QuantizedLinear, Spec, gemm, grouped_quantize, quantize
 from fp4ext.testing import assert_bytes_equal, generate
 
 SWEEP = Spec("nvfp4", "sweep", outer="pow2")
@@ -101,3 +101,42 @@ def test_refusals(message):
     with pytest.raises(BAD[message][0]) as error:
         BAD[message][1]()
     assert message in str(error.value)
+
+
+# Experts
+
+
+def experts(policy="end_to_end", n=3, k=64, f=32):
+    torch.manual_seed(0)
+    module = fp4ext.Experts(n, k, f, policy=policy, name="m.experts")
+    spec = module.recipes["rl_sampler"].fprop.w
+    stacks = (grouped_quantize(getattr(module, leaf), spec, role="w") for leaf in ("gate_up_proj", "down_proj"))
+    return module, QuantizedExperts.of(*stacks, policy, "m.experts")
+
+
+@pytest.mark.parametrize("policy", ["end_to_end", "nvidia", "mxfp8"])
+def test_packed_experts_compute_what_experts_do_in_the_samplers_stage(policy):
+    module, packed = experts(policy)
+    offsets = torch.tensor([4, 4, 9], dtype=torch.int32)  # expert 1 has no rows; the last row is nobody's
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = generate("gaussian", 10, 64, dtype=dtype)
+        with fp4ext.stage("rl_sampler"), torch.no_grad():
+            assert_bytes_equal(packed(x, offsets), module(x, offsets), policy)
+        assert not packed(x, offsets)[9].any()
+
+
+def test_packed_experts_hold_nothing_wider():
+    _, packed = experts(n=8, k=256, f=128)
+    held = sum(t.nbytes for t in (*packed.buffers(), *packed.parameters()))
+    assert held / (8 * 3 * 256 * 128) <= 0.57 and "bits a weight" in repr(packed)
+    offsets = torch.tensor([2] * 8, dtype=torch.int32)
+    x = generate("gaussian", 2, 256)
+    assert_bytes_equal(copy.deepcopy(packed).bfloat16()(x, offsets), packed(x, offsets))
+
+
+def test_expert_stacks_that_do_not_fit():
+    _, packed = experts()
+    with pytest.raises(ValueError, match=r"accepted: \[E, 2F, K\] and \[E, K, F\]"):
+        QuantizedExperts(packed.down_proj, packed.gate_up_proj)
+    with pytest.raises(TypeError, match="down is Tensor; accepted: a QTensor"):
+        QuantizedExperts(packed.gate_up_proj, torch.ones(3, 64, 32))

@@ -16,5 +16,18 @@ from .inspect import Inspection, inspect
 from .layouts import LAYOUTS
 from .load import load
 from .save import Report, save
+from .stored import Outer, Stored
 
-__all__ = ["LAYOUTS", "Checkpoint", "Inspection", "Refused", "Report", "convert", "inspect", "load", "save"]
+__all__ = [
+    "LAYOUTS",
+    "Checkpoint",
+    "Inspection",
+    "Outer",
+    "Refused",
+    "Report",
+    "Stored",
+    "convert",
+    "inspect",
+    "load",
+    "save",
+]

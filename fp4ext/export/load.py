@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..experts import Experts
 from ..policy import Policy
 from ..qtensor import QTensor
-from ..quantized import QuantizedLinear
+from ..quantized import QuantizedExperts, QuantizedLinear
 from . import naming
 from .checkpoint import Checkpoint
 from .errors import Refused
@@ -28,8 +29,8 @@ def load(
     Args:
         path: a folder or a .safetensors file, plain or in any layout.
         model: a module whose parameters have the checkpoint's names; on the meta device it takes no memory before.
-            Its linear layers with a quantized weight become QuantizedLinear, in place; other quantized weights are
-            dequantized into their parameters.
+            Its linear layers with a quantized weight become QuantizedLinear, in place, and its fp4ext.Experts
+            QuantizedExperts; other quantized weights are dequantized into their parameters.
         policy: whose sampler quantizes the packed layers' inputs, where in the weights' format.
         progress: show a bar on stderr; default: on a terminal.
 
@@ -56,7 +57,7 @@ def load(
     _put(model, state, new)
     for name, value in new.items():
         if isinstance(value, QTensor):
-            _pack(model, name, value, policy)
+            _pack(model, name, value, new, policy)
     return model
 
 
@@ -89,7 +90,10 @@ def _fitted(checkpoint: Checkpoint, name: str, old: Tensor, modules: dict[str, n
     if shape != tuple(old.shape):
         raise Refused(f"{checkpoint.folder.path}: {name!r} is {shape}; accepted: {tuple(old.shape)}, as in the model")
     owner, _, leaf = name.rpartition(".")
-    if isinstance(value, QTensor) and owner and isinstance(modules.get(owner), nn.Linear) and leaf == "weight":
+    module = modules.get(owner)
+    if isinstance(value, QTensor) and owner and isinstance(module, nn.Linear) and leaf == "weight":
+        return value
+    if isinstance(value, QTensor) and owner and type(module) is Experts and _packs(checkpoint, owner):
         return value
     dtype = old.dtype if old.dtype.is_floating_point else None
     if isinstance(value, QTensor):
@@ -112,10 +116,21 @@ def _put(model: nn.Module, state: dict[str, Tensor], new: dict[str, Tensor | QTe
                 module._buffers[leaf] = values[id(b)]
 
 
-def _pack(model: nn.Module, name: str, weight: QTensor, policy: Policy | str) -> None:
-    """Put a packed layer in the place of a linear one."""
-    owner = name.rpartition(".")[0]
+def _packs(checkpoint: Checkpoint, owner: str) -> bool:
+    """Whether both stacks of an fp4ext.Experts are quantized."""
+    names = [f"{owner}.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
+    return all(name in checkpoint and checkpoint.format(name) is not None for name in names)
+
+
+def _pack(model: nn.Module, name: str, weight: QTensor, new, policy: Policy | str) -> None:
+    """Put a packed layer in the place of a linear one, or of experts once both stacks are there."""
+    owner, _, leaf = name.rpartition(".")
     old = model.get_submodule(owner)
-    layer = QuantizedLinear.of(weight, old.bias, policy, owner).train(old.training)
-    parent, _, leaf = owner.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, layer)
+    if isinstance(old, nn.Linear):
+        layer = QuantizedLinear.of(weight, old.bias, policy, owner)
+    elif leaf == "gate_up_proj":
+        layer = QuantizedExperts.of(weight, new[f"{owner}.down_proj"], policy, owner)
+    else:
+        return
+    parent, _, last = owner.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer.train(old.training))

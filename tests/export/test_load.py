@@ -270,3 +270,45 @@ def test_mixed_policies_load_into_one_model(tmp_path):
     model = load(tmp_path / "out", transformer(1), policy=mixed(pattern="*blocks.1.*"))
     assert model.blocks[0].mlp.down.x.format == "nvfp4" and model.blocks[1].mlp.down.x.format == "mxfp8"
     assert model(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()
+
+
+class Mixture(nn.Module):
+    """Rows sorted by expert go through experts, then through a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = fp4ext.Experts(4, 64, 96, policy="end_to_end", name="experts")
+        self.out = fp4ext.Linear(64, 64, policy="end_to_end", name="out")
+
+    def forward(self, x, offsets):
+        return self.out(self.experts(x, offsets))
+
+
+@pytest.mark.parametrize("layout", ["fp4ext", "inkling2"])
+def test_experts_stay_packed(layout, tmp_path):
+    """From a module, and from a layout that holds experts in rows that alternate (by names of the module again)."""
+    torch.manual_seed(0)
+    model = Mixture()
+    save(model, tmp_path / "out", layout)
+    folder = tmp_path / "out"
+    if layout == "inkling2":
+        w = load(folder)
+        halves = w["experts.w13_weight"]
+        order = torch.arange(192).view(96, 2).T.reshape(-1)
+        q = fp4ext.export.Stored.of(halves).rows(order).q
+        names = {"experts.gate_up_proj": q, "experts.down_proj": w["experts.w2_weight"]}
+        save(
+            names | {n: w[n] for n in ("out.weight", "out.bias")}, tmp_path / "named", "fp4ext", filter=lambda *a: False
+        )
+        folder = tmp_path / "named"
+    packed = load(folder, Mixture())
+    assert isinstance(packed.experts, fp4ext.QuantizedExperts)
+    held = sum(t.nbytes for t in packed.experts.buffers())
+    assert held / (4 * 3 * 64 * 96) <= 0.6
+    x, offsets = generate("gaussian", 9, 64), torch.tensor([2, 5, 5, 9], dtype=torch.int32)
+    with torch.no_grad(), fp4ext.stage("rl_sampler"):
+        assert_bytes_equal(packed.experts(x, offsets), model.experts(x, offsets))
+    save(packed, tmp_path / "again", "fp4ext", filter=lambda *a: False)
+    assert_bytes_equal(
+        load(tmp_path / "again")["experts.gate_up_proj"].codes, load(folder)["experts.gate_up_proj"].codes
+    )
