@@ -14,7 +14,7 @@ from .gemm import gemm
 from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
-from .packed import PackedExperts, PackedLinear, pack, packed_weights, refit
+from .packed import pack, packed_weights, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
@@ -30,8 +30,6 @@ __all__ = [
     "Format",
     "Fprop",
     "Linear",
-    "PackedExperts",
-    "PackedLinear",
     "Policy",
     "QTensor",
     "QuantizedExperts",

@@ -88,15 +88,6 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     return y.view(*x.shape[:-1], w.shape[0])
 
 
-def fprop(x: Tensor, w: QTensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    """What `linear` gives without gradients, where w is quantized already and nothing is random."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
-    y = _gemm(_quantize(rows, recipe.fprop.x, "x"), w, bias, x.dtype)
-    return y.view(*x.shape[:-1], w.shape[0])
-
-
 def _split_mean(rows: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """x less its mean over tokens, and the bias that makes up for it, w·μ + bias in fp32."""
     mean = rows.mean(0, dtype=torch.float32)

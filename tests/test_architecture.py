@@ -31,7 +31,8 @@ ORDER = """
     linear
     experts
     stacked
-    quantized packed
+    quantized
+    packed
     noise
     convert
     backends
