@@ -14,7 +14,11 @@
 namespace fp4ext::cpu::FP4EXT_ISA {
 namespace {
 
+#if defined(__AVX2__)
 constexpr int kFewRows = 4;
+#else
+constexpr int kFewRows = 1;  // more would only be longer code
+#endif
 constexpr int64_t kPair = 48;  // bytes of packed x, a row and two blocks
 
 template <bool kFold>

@@ -8,7 +8,11 @@
 namespace fp4ext::cpu::FP4EXT_ISA {
 namespace {
 
+#if defined(__AVX2__)
 constexpr int kFewRows = 4;
+#else
+constexpr int kFewRows = 1;
+#endif
 constexpr int kParts16 = kWidth / kLanes;  // vectors of sixteen lanes
 
 template <Elem E>
