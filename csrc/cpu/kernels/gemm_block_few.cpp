@@ -12,13 +12,15 @@
 // Packed x, for each pair of blocks and each row: 16 bytes of 2·element of the even elements, 16 of the odd ones, then
 // (multiplier, correction) of both blocks.
 namespace fp4ext::cpu::FP4EXT_ISA {
+#if !defined(__AVX2__)
+const GemmFew& gemm_block_few(bool) {  // panels for any number of rows
+  static constexpr GemmFew kNone = {};
+  return kNone;
+}
+#else
 namespace {
 
-#if defined(__AVX2__)
 constexpr int kFewRows = 4;
-#else
-constexpr int kFewRows = 1;  // more would only be longer code
-#endif
 constexpr int64_t kPair = 48;  // bytes of packed x, a row and two blocks
 
 template <bool kFold>
@@ -197,5 +199,6 @@ const GemmFew& gemm_block_few(bool both_e4m3) {
   static constexpr GemmFew kAny = {kFewRows, kPair / 2, pack_x<false>, multiply<false>};
   return both_e4m3 ? kE4M3 : kAny;
 }
+#endif
 
 }  // namespace fp4ext::cpu::FP4EXT_ISA

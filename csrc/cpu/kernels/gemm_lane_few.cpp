@@ -6,13 +6,15 @@
 //
 // Packed x: [k / 16][rows][16] elements times their scale, in fp32.
 namespace fp4ext::cpu::FP4EXT_ISA {
+#if !defined(__AVX2__)
+const GemmFew& gemm_lane_few() {  // panels for any number of rows
+  static constexpr GemmFew kNone = {};
+  return kNone;
+}
+#else
 namespace {
 
-#if defined(__AVX2__)
 constexpr int kFewRows = 4;
-#else
-constexpr int kFewRows = 1;
-#endif
 constexpr int kParts16 = kWidth / kLanes;  // vectors of sixteen lanes
 
 template <Elem E>
@@ -68,7 +70,7 @@ void multiply_columns(const float* x, const Operand& w, int64_t column, int64_t 
   }
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if !defined(__AVX512F__)
 // E2M1 weights with AVX2, which has no table of sixteen floats: an element times its scale is exact in BF16 (2 bits ·
 // 4 bits, or a power of two), so a scale byte chooses a table of sixteen of them, its high and its low bytes apart.
 struct ScaledTables {
@@ -169,7 +171,7 @@ void pack_x_any(const Operand& x, int64_t row, int rows, int64_t k, uint8_t* out
   with_elem(x.elem, [&]<Elem E>() { pack_x<E>(x, row, rows, k, out); });
 }
 void multiply(const uint8_t* x, int rows, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if !defined(__AVX512F__)
   if (w.elem == Elem::e2m1) {
     const int even = columns / 2 * 2;
     multiply_e2m1_rows(x, rows, w, column, even, k, total, stride);
@@ -186,5 +188,6 @@ const GemmFew& gemm_lane_few() {
   static constexpr GemmFew kFew = {kFewRows, kWidth * 4, pack_x_any, multiply};
   return kFew;
 }
+#endif
 
 }  // namespace fp4ext::cpu::FP4EXT_ISA
