@@ -1,8 +1,11 @@
 """fp4ext: train, sample and reinforce PyTorch models in 4 bits. See README.md and docs/."""
 
+import importlib
+
 import torch  # noqa: F401  (loads libtorch before _C)
 
 from . import formats, policies
+from .attention import attention
 from .backends import backends
 from .convert import Report, convert, revert, set_step, storage_bits
 from .experts import Experts, grouped_linear
@@ -11,9 +14,11 @@ from .gemm import gemm
 from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
+from .packed import PackedExperts, PackedLinear, pack, packed_weights, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
+from .quantized import QuantizedExperts, QuantizedLinear
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
 
@@ -25,13 +30,19 @@ __all__ = [
     "Format",
     "Fprop",
     "Linear",
+    "PackedExperts",
+    "PackedLinear",
     "Policy",
     "QTensor",
+    "QuantizedExperts",
+    "QuantizedLinear",
     "Ragged",
     "Recipe",
     "Report",
     "Spec",
     "Wgrad",
+    "attention",
+    "audit",
     "backends",
     "convert",
     "current_stage",
@@ -42,10 +53,20 @@ __all__ = [
     "grouped_linear",
     "grouped_quantize",
     "linear",
+    "pack",
+    "packed_weights",
     "policies",
     "quantize",
+    "refit",
     "revert",
     "set_step",
     "stage",
     "storage_bits",
 ]
+
+
+def __getattr__(name: str):
+    """fp4ext.audit and fp4ext.export, imported when they are first used: training does without them."""
+    if name in ("audit", "export"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
