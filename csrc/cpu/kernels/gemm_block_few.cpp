@@ -113,7 +113,8 @@ FP4_HD void add_pair(const uint8_t* const* columns, int64_t offset, VB table, co
 
 // Columns [column, column + columns), at most kLanes. False if the short way to decode scales met a byte it cannot.
 template <int R, bool kFold, Decode decode>
-bool multiply_vector(const uint8_t* x, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
+bool multiply_vector(const uint8_t* x, int64_t x_step, const Operand& w, int64_t column, int columns, int64_t k, float* total,
+                     int64_t stride) {
   constexpr int kShift = decode == Decode::e8m0 ? 5 : 4;
   const uint8_t *codes[kLanes], *scales[kLanes];
   for (int l = 0; l < kLanes; ++l) {
@@ -156,7 +157,7 @@ bool multiply_vector(const uint8_t* x, const Operand& w, int64_t column, int col
             std::memcpy(tail[l], codes[l] + b * 8, 8);
             tails[l] = tail[l];
           }
-        add_pair<R, kFold>(both ? codes : tails, both ? b * 8 : 0, table, x + b / 2 * R * kPair, scale, both, acc);
+        add_pair<R, kFold>(both ? codes : tails, both ? b * 8 : 0, table, x + b / 2 * x_step, scale, both, acc);
       }
     };
     for (int q = 0; q < 4; ++q) quarter(q);
@@ -175,21 +176,29 @@ bool multiply_vector(const uint8_t* x, const Operand& w, int64_t column, int col
   return decode != Decode::e4m3_short || largest_byte(largest) < kE4M3NaN;
 }
 
-template <bool kFold, int R = kFewRows>
-void multiply(const uint8_t* x, int rows, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
-  if constexpr (R > 1)
-    if (rows < R) return multiply<kFold, R - 1>(x, rows, w, column, columns, k, total, stride);
-  for (int c = 0; c < columns; c += kLanes) {
-    const int n = columns - c < kLanes ? columns - c : kLanes;
-    const auto with = [&]<Decode decode>() { return multiply_vector<R, kFold, decode>(x, w, column + c, n, k, total + c, stride); };
-    if constexpr (kFold) {
-      if (with.template operator()<Decode::e4m3_short>()) continue;
-    } else if (w.scale == ScaleElem::e8m0) {
-      with.template operator()<Decode::e8m0>();
-      continue;
-    }
-    with.template operator()<Decode::e4m3>();
+// x: R rows of it, x_step bytes from one pair of blocks to the next.
+template <bool kFold, int R>
+void multiply_rows(const uint8_t* x, int64_t x_step, const Operand& w, int64_t column, int columns, int64_t k, float* total,
+                   int64_t stride) {
+  const auto with = [&]<Decode decode>() { return multiply_vector<R, kFold, decode>(x, x_step, w, column, columns, k, total, stride); };
+  if constexpr (kFold) {
+    if (with.template operator()<Decode::e4m3_short>()) return;
+  } else if (w.scale == ScaleElem::e8m0) {
+    with.template operator()<Decode::e8m0>();
+    return;
   }
+  with.template operator()<Decode::e4m3>();
+}
+
+// Two rows at a time; the second time the columns come from the cache.
+template <bool kFold>
+void multiply(const uint8_t* x, int rows, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
+  for (int c = 0; c < columns; c += kLanes)
+    for (int r = 0; r < rows; r += 2) {
+      const int n = columns - c < kLanes ? columns - c : kLanes;
+      (rows - r > 1 ? multiply_rows<kFold, 2> : multiply_rows<kFold, 1>)(x + r * kPair, rows * kPair, w, column + c, n, k,
+                                                                         total + r * stride + c, stride);
+    }
 }
 
 }  // namespace
