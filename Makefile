@@ -94,6 +94,7 @@ format: $(VENV)/.packages  ## rewrite the sources in the house style
 bench: build  ## measure this machine: rows to bench_out/, tables to the terminal
 	$(PY) benchmarks/bench_quantize.py
 	$(PY) benchmarks/bench_gemm.py
+	$(PY) benchmarks/bench_linear.py
 	$(PY) benchmarks/bench_error.py
 
 kernels: $(VENV)/.packages  ## compile every CUDA kernel for every architecture; needs nvcc, but neither a GPU nor a CUDA torch

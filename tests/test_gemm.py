@@ -95,6 +95,27 @@ def test_strided_plain_operands():
     assert_bytes_equal(gemm(x.T.contiguous().T, w.T.contiguous().T), gemm(x, w))
 
 
+@pytest.mark.parametrize("kind", [*formats.FORMATS, torch.float32], ids=str)
+def test_inputs_as_they_come(kind):
+    """Fault 15: M = 1, K = 80; no rows; transposed, strided, flipped views; 3-D and 4-D inputs."""
+    as_operand = lambda t: t.to(kind) if isinstance(kind, torch.dtype) else quantize(t, kind)  # noqa: E731
+    x, w = generate("gaussian", 2, 3, 1, 80), operand("nvfp4", 7, 80, seed=1)
+    views = {
+        "one row": x[0, 0],
+        "no rows": x[:0, 0, 0],
+        "3-D": x[0],
+        "4-D": x,
+        "transposed": x.transpose(0, 1),
+        "every second": generate("gaussian", 6, 160)[::2, ::2],
+        "flipped": x.flip(-1)[1].flip(0),
+        "expanded": x[0, 0].expand(5, 80),
+    }
+    for name, t in views.items():
+        y = gemm(as_operand(t), w, out_dtype=torch.float32)
+        assert y.shape == (*t.shape[:-1], 7), name
+        assert_bytes_equal(y, gemm(as_operand(t.clone(memory_format=torch.contiguous_format)), w, None, torch.float32))
+
+
 @pytest.mark.parametrize("outer", ["tensor", "pow2", "row"])
 def test_outer_scales_of_both_operands(outer):
     x, w = (generate("gaussian", n, 64, seed=n) * 10.0 ** torch.arange(-3, n - 3)[:, None] for n in (5, 7))

@@ -22,17 +22,6 @@ FP4_HD VB repeat16(const uint8_t* p) {
   return r;
 }
 
-// As repeat16, in one load.
-FP4_HD VB broadcast16(const uint8_t* p) {
-#if defined(__AVX512F__)
-  return VB{RawB(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-#elif defined(__AVX2__)
-  return VB{RawB(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-#else
-  return repeat16(p);
-#endif
-}
-
 // Part i: the 16 bytes at rows[4i] + offset.
 FP4_HD VB gather16(const uint8_t* const* rows, int64_t offset) {
 #if defined(__AVX512F__)
@@ -71,25 +60,6 @@ FP4_HD VB lookup16(VB table, VB index) {
 #endif
 }
 
-// Byte 4n+i of each part in lane i of it, times 2^16: a word of four bytes becomes four lanes.
-template <int n>
-FP4_HD VU widen_word(VB a) {
-#if defined(__AVX2__)
-  static constexpr uint8_t kControl[16] = {128, 128, 4 * n,     128, 128, 128, 4 * n + 1, 128,
-                                           128, 128, 4 * n + 2, 128, 128, 128, 4 * n + 3, 128};
-  return VU(RawU(lookup16(a, repeat16(kControl)).v));
-#else
-  return VU(RawU{a.v[4 * n], a.v[4 * n + 1], a.v[4 * n + 2], a.v[4 * n + 3]}) << 16;
-#endif
-}
-
-FP4_HD VB max8(VB a, VB b) { return VB{a.v > b.v ? a.v : b.v}; }
-FP4_HD uint8_t largest_byte(VB a) {
-  uint8_t largest = 0;
-  for (int i = 0; i < kLanes * 4; ++i) largest = a.v[i] > largest ? a.v[i] : largest;
-  return largest;
-}
-
 // a0 b0 a1 b1 … of the low or the high halves of each part, in units of 8, 32 or 64 bits.
 #if defined(__AVX512F__)
 #define FP4EXT_INTERLEAVE(name, intrinsic, ...) \
@@ -108,26 +78,6 @@ FP4EXT_INTERLEAVE(high32, unpackhi_epi32, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 
 FP4EXT_INTERLEAVE(low64, unpacklo_epi64, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
 FP4EXT_INTERLEAVE(high64, unpackhi_epi64, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
 #undef FP4EXT_INTERLEAVE
-
-// a0 a2 b0 b2, or a1 a3 b1 b3, of the 32-bit words of each part.
-FP4_HD VB even32(VB a, VB b) {
-#if defined(__AVX512F__)
-  return VB{RawB(_mm512_shuffle_ps(__m512(a.v), __m512(b.v), 0x88))};
-#elif defined(__AVX2__)
-  return VB{RawB(_mm256_shuffle_ps(__m256(a.v), __m256(b.v), 0x88))};
-#else
-  return VB{__builtin_shuffle(a.v, b.v, RawB{0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27})};
-#endif
-}
-FP4_HD VB odd32(VB a, VB b) {
-#if defined(__AVX512F__)
-  return VB{RawB(_mm512_shuffle_ps(__m512(a.v), __m512(b.v), 0xdd))};
-#elif defined(__AVX2__)
-  return VB{RawB(_mm256_shuffle_ps(__m256(a.v), __m256(b.v), 0xdd))};
-#else
-  return VB{__builtin_shuffle(a.v, b.v, RawB{4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31})};
-#endif
-}
 
 // Sums of products of bytes, one a 32-bit lane: Σ unsigned w · signed x over the lane's four bytes, four such groups at
 // a time. AVX2 adds pairs in 16 bits, which holds as long as |Σ of 8 products| < 2^15 (gemm_block.cpp: 8·24·12).
@@ -152,29 +102,6 @@ FP4_HD DotSums dot4(DotSums sum, bool start, VB w, const int32_t* x) {
   RawI r = start ? RawI{} : sum.v;
   for (int i = 0; i < kLanes; ++i) r[i] += w.v[4 * i] * a[0] + w.v[4 * i + 1] * a[1] + w.v[4 * i + 2] * a[2] + w.v[4 * i + 3] * a[3];
   return {r};
-#endif
-}
-// The same for two vectors of bytes each, in 32 bits: lane j has bytes 4j .. 4j+3 of both products.
-FP4_HD VB dot_words(VB w0, VB x0, VB w1, VB x1) {
-#if defined(__AVX512F__)
-  const __m512i first = _mm512_dpbusd_epi32(_mm512_setzero_si512(), __m512i(w0.v), __m512i(x0.v));
-  return VB{RawB(_mm512_dpbusd_epi32(first, __m512i(w1.v), __m512i(x1.v)))};
-#elif defined(__AVX2__)
-  const __m256i a = _mm256_maddubs_epi16(__m256i(w0.v), __m256i(x0.v)), b = _mm256_maddubs_epi16(__m256i(w1.v), __m256i(x1.v));
-  return VB{RawB(_mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1)))};
-#else
-  RawI r{};
-  for (int i = 0; i < kLanes * 4; ++i) r[i / 4] += w0.v[i] * static_cast<int8_t>(x0.v[i]) + w1.v[i] * static_cast<int8_t>(x1.v[i]);
-  return VB{RawB(r)};
-#endif
-}
-FP4_HD VF to_float(VB words) {
-#if defined(__AVX512F__)
-  return VF(RawF(_mm512_cvtepi32_ps(__m512i(words.v))));
-#elif defined(__AVX2__)
-  return VF(RawF(_mm256_cvtepi32_ps(__m256i(words.v))));
-#else
-  return VF(__builtin_convertvector(RawI(words.v), RawF));
 #endif
 }
 FP4_HD VF to_float(DotSums sum) {
@@ -269,5 +196,67 @@ FP4_HD VF decode_lanes_e5m2(const uint8_t* p) {
   return select(magnitude > VU(E5M2::kMaxCode), as_float(special), E5M2::signed_value(code));
 #endif
 }
+
+#if defined(__AVX2__)
+// For a few rows of x (gemm_block_few.cpp), which the portable build leaves to the panels.
+
+// As repeat16, in one load.
+FP4_HD VB broadcast16(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return VB{RawB(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+#else
+  return VB{RawB(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+#endif
+}
+
+// Byte 4n+i of each part in lane i of it, times 2^16: a word of four bytes becomes four lanes.
+template <int n>
+FP4_HD VU widen_word(VB a) {
+  static constexpr uint8_t kControl[16] = {128, 128, 4 * n,     128, 128, 128, 4 * n + 1, 128,
+                                           128, 128, 4 * n + 2, 128, 128, 128, 4 * n + 3, 128};
+  return VU(RawU(lookup16(a, repeat16(kControl)).v));
+}
+
+FP4_HD VB max8(VB a, VB b) { return VB{a.v > b.v ? a.v : b.v}; }
+FP4_HD uint8_t largest_byte(VB a) {
+  uint8_t largest = 0;
+  for (int i = 0; i < kLanes * 4; ++i) largest = a.v[i] > largest ? a.v[i] : largest;
+  return largest;
+}
+
+// a0 a2 b0 b2, or a1 a3 b1 b3, of the 32-bit words of each part.
+FP4_HD VB even32(VB a, VB b) {
+#if defined(__AVX512F__)
+  return VB{RawB(_mm512_shuffle_ps(__m512(a.v), __m512(b.v), 0x88))};
+#else
+  return VB{RawB(_mm256_shuffle_ps(__m256(a.v), __m256(b.v), 0x88))};
+#endif
+}
+FP4_HD VB odd32(VB a, VB b) {
+#if defined(__AVX512F__)
+  return VB{RawB(_mm512_shuffle_ps(__m512(a.v), __m512(b.v), 0xdd))};
+#else
+  return VB{RawB(_mm256_shuffle_ps(__m256(a.v), __m256(b.v), 0xdd))};
+#endif
+}
+
+// Σ unsigned w · signed x for two vectors of bytes each, in 32 bits: lane j has bytes 4j .. 4j+3 of both products.
+FP4_HD VB dot_words(VB w0, VB x0, VB w1, VB x1) {
+#if defined(__AVX512F__)
+  const __m512i first = _mm512_dpbusd_epi32(_mm512_setzero_si512(), __m512i(w0.v), __m512i(x0.v));
+  return VB{RawB(_mm512_dpbusd_epi32(first, __m512i(w1.v), __m512i(x1.v)))};
+#else
+  const __m256i a = _mm256_maddubs_epi16(__m256i(w0.v), __m256i(x0.v)), b = _mm256_maddubs_epi16(__m256i(w1.v), __m256i(x1.v));
+  return VB{RawB(_mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1)))};
+#endif
+}
+FP4_HD VF to_float(VB words) {
+#if defined(__AVX512F__)
+  return VF(RawF(_mm512_cvtepi32_ps(__m512i(words.v))));
+#else
+  return VF(RawF(_mm256_cvtepi32_ps(__m256i(words.v))));
+#endif
+}
+#endif
 
 }  // namespace fp4ext::cpu::FP4EXT_ISA

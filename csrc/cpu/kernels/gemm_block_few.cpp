@@ -12,6 +12,12 @@
 // Packed x, for each pair of blocks and each row: 16 bytes of 2·element of the even elements, 16 of the odd ones, then
 // (multiplier, correction) of both blocks.
 namespace fp4ext::cpu::FP4EXT_ISA {
+#if !defined(__AVX2__)
+const GemmFew& gemm_block_few(bool) {  // panels for any number of rows
+  static constexpr GemmFew kNone = {};
+  return kNone;
+}
+#else
 namespace {
 
 constexpr int kFewRows = 4;
@@ -107,7 +113,8 @@ FP4_HD void add_pair(const uint8_t* const* columns, int64_t offset, VB table, co
 
 // Columns [column, column + columns), at most kLanes. False if the short way to decode scales met a byte it cannot.
 template <int R, bool kFold, Decode decode>
-bool multiply_vector(const uint8_t* x, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
+bool multiply_vector(const uint8_t* x, int64_t x_step, const Operand& w, int64_t column, int columns, int64_t k, float* total,
+                     int64_t stride) {
   constexpr int kShift = decode == Decode::e8m0 ? 5 : 4;
   const uint8_t *codes[kLanes], *scales[kLanes];
   for (int l = 0; l < kLanes; ++l) {
@@ -150,7 +157,7 @@ bool multiply_vector(const uint8_t* x, const Operand& w, int64_t column, int col
             std::memcpy(tail[l], codes[l] + b * 8, 8);
             tails[l] = tail[l];
           }
-        add_pair<R, kFold>(both ? codes : tails, both ? b * 8 : 0, table, x + b / 2 * R * kPair, scale, both, acc);
+        add_pair<R, kFold>(both ? codes : tails, both ? b * 8 : 0, table, x + b / 2 * x_step, scale, both, acc);
       }
     };
     for (int q = 0; q < 4; ++q) quarter(q);
@@ -169,21 +176,29 @@ bool multiply_vector(const uint8_t* x, const Operand& w, int64_t column, int col
   return decode != Decode::e4m3_short || largest_byte(largest) < kE4M3NaN;
 }
 
-template <bool kFold, int R = kFewRows>
-void multiply(const uint8_t* x, int rows, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
-  if constexpr (R > 1)
-    if (rows < R) return multiply<kFold, R - 1>(x, rows, w, column, columns, k, total, stride);
-  for (int c = 0; c < columns; c += kLanes) {
-    const int n = columns - c < kLanes ? columns - c : kLanes;
-    const auto with = [&]<Decode decode>() { return multiply_vector<R, kFold, decode>(x, w, column + c, n, k, total + c, stride); };
-    if constexpr (kFold) {
-      if (with.template operator()<Decode::e4m3_short>()) continue;
-    } else if (w.scale == ScaleElem::e8m0) {
-      with.template operator()<Decode::e8m0>();
-      continue;
-    }
-    with.template operator()<Decode::e4m3>();
+// x: R rows of it, x_step bytes from one pair of blocks to the next.
+template <bool kFold, int R>
+void multiply_rows(const uint8_t* x, int64_t x_step, const Operand& w, int64_t column, int columns, int64_t k, float* total,
+                   int64_t stride) {
+  const auto with = [&]<Decode decode>() { return multiply_vector<R, kFold, decode>(x, x_step, w, column, columns, k, total, stride); };
+  if constexpr (kFold) {
+    if (with.template operator()<Decode::e4m3_short>()) return;
+  } else if (w.scale == ScaleElem::e8m0) {
+    with.template operator()<Decode::e8m0>();
+    return;
   }
+  with.template operator()<Decode::e4m3>();
+}
+
+// Two rows at a time; the second time the columns come from the cache.
+template <bool kFold>
+void multiply(const uint8_t* x, int rows, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
+  for (int c = 0; c < columns; c += kLanes)
+    for (int r = 0; r < rows; r += 2) {
+      const int n = columns - c < kLanes ? columns - c : kLanes;
+      (rows - r > 1 ? multiply_rows<kFold, 2> : multiply_rows<kFold, 1>)(x + r * kPair, rows * kPair, w, column + c, n, k,
+                                                                         total + r * stride + c, stride);
+    }
 }
 
 }  // namespace
@@ -193,5 +208,6 @@ const GemmFew& gemm_block_few(bool both_e4m3) {
   static constexpr GemmFew kAny = {kFewRows, kPair / 2, pack_x<false>, multiply<false>};
   return both_e4m3 ? kE4M3 : kAny;
 }
+#endif
 
 }  // namespace fp4ext::cpu::FP4EXT_ISA

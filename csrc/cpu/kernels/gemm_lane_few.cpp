@@ -6,6 +6,12 @@
 //
 // Packed x: [k / 16][rows][16] elements times their scale, in fp32.
 namespace fp4ext::cpu::FP4EXT_ISA {
+#if !defined(__AVX2__)
+const GemmFew& gemm_lane_few() {  // panels for any number of rows
+  static constexpr GemmFew kNone = {};
+  return kNone;
+}
+#else
 namespace {
 
 constexpr int kFewRows = 4;
@@ -35,7 +41,7 @@ FP4_HD float sum_of_lanes(const VF (&acc)[kParts16]) {
 
 // R rows times C columns: R·C·16 sums side by side.
 template <Elem E, int R, int C>
-void multiply_columns(const float* x, const Operand& w, int64_t column, int64_t k, float* total, int64_t stride) {
+void multiply_columns(const float* x, int64_t x_step, const Operand& w, int64_t column, int64_t k, float* total, int64_t stride) {
   RowReader<E> readers[C];
   for (int c = 0; c < C; ++c) readers[c] = RowReader<E>(w, column + c);
   for (int64_t chunk = 0; chunk < k; chunk += kGemmChunk) {
@@ -44,7 +50,7 @@ void multiply_columns(const float* x, const Operand& w, int64_t column, int64_t 
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c)
         for (int i = 0; i < kParts16; ++i) acc[r][c][i] = VF(0.0f);
-    for (int64_t k0 = chunk; k0 < end; k0 += kWidth, x += R * kWidth) {
+    for (int64_t k0 = chunk; k0 < end; k0 += kWidth, x += x_step) {
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
         VF v[kParts16];
@@ -64,7 +70,7 @@ void multiply_columns(const float* x, const Operand& w, int64_t column, int64_t 
   }
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if !defined(__AVX512F__)
 // E2M1 weights with AVX2, which has no table of sixteen floats: an element times its scale is exact in BF16 (2 bits ·
 // 4 bits, or a power of two), so a scale byte chooses a table of sixteen of them, its high and its low bytes apart.
 struct ScaledTables {
@@ -150,30 +156,37 @@ void multiply_e2m1_rows(const uint8_t* x, int rows, const Operand& w, int64_t co
 }
 #endif
 
-template <Elem E, int R = kFewRows>
-void multiply_rows(const uint8_t* x, int rows, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
-  if constexpr (R > 1)
-    if (rows < R) return multiply_rows<E, R - 1>(x, rows, w, column, columns, k, total, stride);
-  constexpr int C = R == 1 ? 4 : R == 2 ? 2 : 1;
-  const auto* panel = reinterpret_cast<const float*>(x);
+// R rows of x, x_step floats from sixteen elements to the next.
+template <Elem E, int R>
+void multiply_rows(const float* x, int64_t x_step, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
+  constexpr int C = 4 / R;
   int c = 0;
-  for (; c + C <= columns; c += C) multiply_columns<E, R, C>(panel, w, column + c, k, total + c, stride);
-  for (; c < columns; ++c) multiply_columns<E, R, 1>(panel, w, column + c, k, total + c, stride);
+  for (; c + C <= columns; c += C) multiply_columns<E, R, C>(x, x_step, w, column + c, k, total + c, stride);
+  for (; c < columns; ++c) multiply_columns<E, R, 1>(x, x_step, w, column + c, k, total + c, stride);
+}
+
+// Two rows at a time; the second time the columns come from the cache.
+template <Elem E>
+void multiply_all(const uint8_t* x, int rows, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
+  for (int r = 0; r < rows; r += 2) {
+    const float* from = reinterpret_cast<const float*>(x) + r * kWidth;
+    (rows - r > 1 ? multiply_rows<E, 2> : multiply_rows<E, 1>)(from, rows * kWidth, w, column, columns, k, total + r * stride, stride);
+  }
 }
 
 void pack_x_any(const Operand& x, int64_t row, int rows, int64_t k, uint8_t* out) {
   with_elem(x.elem, [&]<Elem E>() { pack_x<E>(x, row, rows, k, out); });
 }
 void multiply(const uint8_t* x, int rows, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if !defined(__AVX512F__)
   if (w.elem == Elem::e2m1) {
     const int even = columns / 2 * 2;
     multiply_e2m1_rows(x, rows, w, column, even, k, total, stride);
-    if (even < columns) multiply_rows<Elem::e2m1>(x, rows, w, column + even, 1, k, total + even, stride);
+    if (even < columns) multiply_all<Elem::e2m1>(x, rows, w, column + even, 1, k, total + even, stride);
     return;
   }
 #endif
-  with_elem(w.elem, [&]<Elem E>() { multiply_rows<E>(x, rows, w, column, columns, k, total, stride); });
+  with_elem(w.elem, [&]<Elem E>() { multiply_all<E>(x, rows, w, column, columns, k, total, stride); });
 }
 
 }  // namespace
@@ -182,5 +195,6 @@ const GemmFew& gemm_lane_few() {
   static constexpr GemmFew kFew = {kFewRows, kWidth * 4, pack_x_any, multiply};
   return kFew;
 }
+#endif
 
 }  // namespace fp4ext::cpu::FP4EXT_ISA
