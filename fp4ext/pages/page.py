@@ -36,7 +36,7 @@ white-space:pre-wrap;overflow-wrap:anywhere}
 th[aria-sort]{cursor:pointer}th[aria-sort]:focus-visible{outline:2px solid var(--hue-1)}
 th[aria-sort=ascending]::after{content:" ↑"}th[aria-sort=descending]::after{content:" ↓"}
 td.said,th.said{text-align:left;max-width:46ch}.sortable td:first-child{white-space:nowrap}
-.dense{font-size:14px}.dense th,.dense td{padding:6px 6px}.dense td.long{overflow-wrap:anywhere}
+.dense{font-size:14px}.dense th,.dense td{padding:6px 4px}.dense td.long{overflow-wrap:anywhere}
 .bad{color:var(--hue-5);font-weight:600}
 @media (max-width:640px){
 main{padding:20px 14px 48px}h1{font-size:23px}figure{padding:10px 8px}
