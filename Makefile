@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help demo test test-fast test-avx512 test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench kernels clean
+.PHONY: help demo test test-fast test-avx512 test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
 help:  ## what each target does
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -96,6 +96,11 @@ bench: build  ## measure this machine: rows to bench_out/, tables to the termina
 	$(PY) benchmarks/bench_gemm.py
 	$(PY) benchmarks/bench_linear.py
 	$(PY) benchmarks/bench_error.py
+	$(PY) benchmarks/bench_cost.py
+	$(PY) benchmarks/bench_live.py
+
+tour: build  ## write docs/tour.md and its pictures anew
+	$(PY) docs/make_tour.py
 
 kernels: $(VENV)/.packages  ## compile every CUDA kernel for every architecture; needs nvcc, but neither a GPU nor a CUDA torch
 	$(PY) -m cmake -S . -B build/kernels -G Ninja -DFP4EXT_CUDA=KERNELS -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release

@@ -76,11 +76,14 @@ def _faults(report: Report) -> str:
     if not faults:
         return soft("None.")
     headings = [("layer", ""), ("policy", ""), ("place", ""), ("kind", ""), ("size", ""), ("finding", "")]
-    rows = [
-        [f.module, f.policy, f"{f.gemm}, {f.what}", (f.kind, _rank(f.kind), True), (f"{f.size:.2g}", f.size), f.text]
-        for f in faults
-    ]
-    return table(headings, rows)
+    rows = []
+    for group in report.grouped:
+        f = group[0]
+        others = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        where = f"all {len(group)} layers" if len(group) == len(report.layers) > 1 else f.module + others
+        kind = (f.kind, _rank(f.kind), True)
+        rows.append([where, f.policy, f"{f.gemm}, {f.what}", kind, (f"{f.size:.2g}", f.size), f.text])
+    return table(headings, rows) + (soft("Sizes and findings are those of the worst layer.") if faults else "")
 
 
 def _rank(kind: str) -> int:
@@ -198,18 +201,21 @@ def _shares(measured, product: bool) -> list:
 
 
 def _histograms(report: Report) -> str:
-    lines, legend = [], []
-    for what in ("x", "w", "dy"):
-        for policy in report.policies:
-            mine = [r.measured.histogram for r in report.rows[policy] if r.what == what and r.measured.histogram]
-            if not mine:
-                continue
+    parts = []
+    for policy in report.policies:
+        lines = []
+        for hue, what in enumerate(("x", "w", "dy"), 1):
+            rows = report.rows[policy]
+            mine = [r.measured.histogram for r in rows if r.what == what and r.measured.histogram]
             total = [sum(counts) for counts in zip(*mine, strict=True)]
+            last = max((byte for byte, n in enumerate(total) if n), default=-1)
             blocks = sum(total) or 1
-            hue = _hue(len(legend) + 1)
-            lines.append(Line(f"{policy}, {what}", [(b, 100 * n / blocks) for b, n in enumerate(total)], hue))
-            legend.append((hue, f"{policy}, {what}"))
-    return _figure(lines[:7], "Share of blocks by scale byte", "% of blocks", legend[:7], "scale byte", zero=True)
+            lines.append(Line(what, [(byte, 100 * n / blocks) for byte, n in enumerate(total[: last + 2])], hue))
+        legend = [(line.hue, line.name) for line in lines if line.points]
+        label = f"{policy}: share of blocks by scale byte"
+        picture = _figure(lines, label, "% of blocks", legend, "scale byte", zero=True)
+        parts.append(f"<h3>{escape(policy)}</h3>{picture}")
+    return "".join(parts)
 
 
 def _layers(report: Report) -> str:

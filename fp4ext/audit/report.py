@@ -66,6 +66,15 @@ class Report:
         found = [fault for policy in self.rows for fault in self._faults(policy)]
         return sorted(found, key=lambda f: (f.policy, f.kind, f.size if f.kind == "noise" else -f.size))
 
+    @property
+    def grouped(self) -> list[list[Fault]]:
+        """The faults of one kind at one place of a policy together, whatever the layer, the largest first: what all
+        layers have is the policy's own doing."""
+        groups: dict[tuple, list[Fault]] = {}
+        for fault in self.faults:
+            groups.setdefault((fault.policy, fault.kind, fault.gemm, fault.what), []).append(fault)
+        return list(groups.values())
+
     def _faults(self, policy: str):
         for row in self.rows[policy]:
             m, place = row.measured, (policy, row.module, row.gemm, row.what)

@@ -38,11 +38,13 @@ def print_report(report: Report, console: Console, most: int = 12) -> None:
             grid.add_row(policy, f"{gemm} {what}", *numbers)
         grid.add_section()
     console.print(grid)
-    faults = report.faults
-    for fault in faults[:most]:
-        console.print(f"[red]{fault.kind}[/] {fault.policy}: {fault.module}, {fault.gemm} {fault.what}: {fault.text}")
-    if len(faults) > most:
-        console.print(f"… and {len(faults) - most} more, in the report")
+    groups = report.grouped
+    for group in groups[:most]:
+        f = group[0]
+        where = f"{f.module} and {len(group) - 1} more layers" if len(group) > 1 else f.module
+        console.print(f"[red]{f.kind}[/] {f.policy}: {where}, {f.gemm} {f.what}: {f.text}")
+    if len(groups) > most:
+        console.print(f"… and {len(groups) - most} more, in the report")
 
 
 def print_advice(advice: Advice, console: Console) -> None:

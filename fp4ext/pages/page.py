@@ -35,14 +35,18 @@ white-space:pre-wrap;overflow-wrap:anywhere}
 .narrow{display:none}
 th[aria-sort]{cursor:pointer}th[aria-sort]:focus-visible{outline:2px solid var(--hue-1)}
 th[aria-sort=ascending]::after{content:" ↑"}th[aria-sort=descending]::after{content:" ↓"}
+td.said,th.said{text-align:left;max-width:46ch}.sortable td:first-child{white-space:nowrap}
+.dense{font-size:14px}.dense th,.dense td{padding:6px 4px}.dense td.long{overflow-wrap:anywhere}
 .bad{color:var(--hue-5);font-weight:600}
 @media (max-width:640px){
 main{padding:20px 14px 48px}h1{font-size:23px}figure{padding:10px 8px}
 .wide{display:none}.narrow{display:block}
 .rows thead{display:none}
-.rows tr{display:grid;grid-template-columns:1fr 1fr;gap:2px 20px;padding:12px 0;border-bottom:1px solid var(--rule)}
+.rows tr{display:grid;grid-template-columns:minmax(0,1fr) minmax(0,1fr);
+gap:2px 20px;padding:12px 0;border-bottom:1px solid var(--rule)}
 .rows td{display:flex;justify-content:space-between;gap:8px;padding:0;border:0}
 .rows td::before{content:attr(data-label);color:var(--soft);font-size:13px}
+.rows td.said,.rows td.long{grid-column:1/3}.rows td.said span{flex:1}.rows td::before{text-align:left}
 .rows td:first-child{grid-column:1/3;font-weight:600;justify-content:start;align-items:center}
 .rows td:first-child::before{display:none}.rows td:first-child .dot{margin-right:0}}
 """
@@ -61,6 +65,9 @@ return (x<y?-1:x>y?1:0)*(up?1:-1)}).forEach(row=>table.tBodies[0].append(row))};
 head.addEventListener("click",sort);
 head.addEventListener("keydown",e=>{if(e.key==="Enter"||e.key===" "){e.preventDefault();sort()}})})}
 """
+
+
+LONG, PROSE = 14, 40  # characters from which a cell takes a narrow page's width, and a column is set to the left
 
 
 def page(title: str, parts: list[str]) -> str:
@@ -93,20 +100,30 @@ def table(headings: list[tuple[str, str]], rows: list[list], dots: list[int] | N
         rows: cells, each a text, or (text, number to sort by), or (text, number, True) to stand out.
         dots: for each row, the hue of a dot before its first cell.
     """
-    head = "".join(f"<th>{escape(name)}<small>{escape(unit)}</small></th>" for name, unit in headings)
+    longest = [max((len(_text(row[j])) for row in rows), default=0) for j in range(len(headings))]
+    kinds = ["said" if j and n > PROSE else "long" if j and n > LONG else "" for j, n in enumerate(longest)]
+    head = "".join(
+        f'<th class="{kind}">{escape(name)}<small>{escape(unit)}</small></th>'
+        for kind, (name, unit) in zip(kinds, headings, strict=True)
+    )
     body = []
     for i, row in enumerate(rows):
         cells = []
         for j, ((name, unit), cell) in enumerate(zip(headings, row, strict=True)):
-            text, value, bad = (cell, None, False) if isinstance(cell, str) else (*cell, False)[:3]
+            _, value, bad = (cell, None, False) if isinstance(cell, str) else (*cell, False)[:3]
             label = f"{name}, {unit}" if unit else name
+            sort = "" if value is None else f' data-value="{value!r}"'
             mark = dot(dots[i]) if dots and j == 0 else ""
-            attributes = f' data-label="{escape(label)}"' + ("" if value is None else f' data-value="{value!r}"')
-            shown = f'<span class="bad">{escape(text)}</span>' if bad else f"<span>{escape(text)}</span>"
-            cells.append(f"<td{attributes}>{mark}{shown}</td>")
+            shown = f"<span{' class=bad' if bad else ''}>{escape(_text(cell))}</span>"
+            cells.append(f'<td class="{kinds[j]}" data-label="{escape(label)}"{sort}>{mark}{shown}</td>')
         body.append(f"<tr>{''.join(cells)}</tr>")
     inside = f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
-    return f'<div class="scroll"><table class="rows sortable">{inside}</table></div>'
+    dense = " dense" if len(headings) > 8 else ""
+    return f'<div class="scroll"><table class="rows sortable{dense}">{inside}</table></div>'
+
+
+def _text(cell) -> str:
+    return cell if isinstance(cell, str) else cell[0]
 
 
 def figure(charts: tuple[str, str], legend: list[tuple[int, str]]) -> str:
