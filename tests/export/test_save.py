@@ -338,6 +338,29 @@ def test_outer_scales_that_differ_do_not_stack(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_experts_of_a_stack_are_quantized_alike(tmp_path):
+    source, _ = experts("separate")
+    with pytest.raises(Refused, match="would be in one stack, and are not quantized alike"):
+        save(source, tmp_path / "out", "inkling2", filter=lambda name, shape: ".1." not in name)
+    with pytest.raises(Refused, match="would be in one stack"):
+        save(source, tmp_path / "out", "inkling2", policy=mixed(pattern="*.2.down_proj"))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("one, other", [("inkling2", "modelopt"), ("compressed-tensors", "inkling2")])
+def test_mxfp8_experts_there_and_back(one, other, tmp_path):
+    source, truth = experts("stacked")
+    save(source, tmp_path / "a", one, policy="mxfp8")
+    convert(tmp_path / "a", tmp_path / "b", other)
+    convert(tmp_path / "b", tmp_path / "c", one)
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in "ac")
+    assert before.keys() == after.keys()
+    for name, t in before.items():
+        assert_bytes_equal(after[name], t, name)
+    for name, w in projections(load(tmp_path / "b")).items():
+        assert_bytes_equal(w, quantize(truth[name], "mxfp8").dequantize(torch.float32), name)
+
+
 def test_a_missing_expert_is_named(tmp_path):
     source, _ = experts("separate")
     del source["m.experts.1.down_proj.weight"]
@@ -623,6 +646,7 @@ def test_memory_is_a_shard_and_a_layer(tmp_path):
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=here)
     assert run.returncode == 0, run.stderr
     used = int(run.stdout)
+    print(f"{used / 1e6:.1f} MB")
     assert 10e6 < used < 64e6, f"{used / 1e6:.0f} MB"
     assert inspect(tmp_path / "out").bits == pytest.approx(4.5, abs=0.01)
 
