@@ -621,33 +621,37 @@ def peak():
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
-export.save({source!r}, {out!r}, policy=policy, shard=16 << 20)
+export.save({source!r}, {out!r}, policy=policy, shard=8 << 20)
 print(peak() - before)
 """
 
 
+PARTS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+
+
 @pytest.mark.slow
 def test_memory_is_a_shard_and_a_layer(tmp_path):
-    """A checkpoint of 192 MB, in shards of 16 MB, out in shards of 16 MB, with layers of 8 MB: less than 64 MB more.
+    """A checkpoint of 235 MB goes through less than 38 MB: a shard of 8 MiB and a layer of 7 matrices, 29 MB.
 
     Peak resident memory over that after a first small export, in a process of its own.
     """
-    w, folder, weight_map = weight(1024, 4096), tmp_path / "in", {}
+    w, folder, weight_map = weight(1024, 2048), tmp_path / "in", {}
     folder.mkdir()
-    for i in range(0, 24, 2):
-        shard, names = f"model-{i:05}.safetensors", [f"l.{i}.w.weight", f"l.{i + 1}.w.weight"]
+    for i in range(8):
+        shard, names = f"model-{i:05}.safetensors", [f"l.{i}.{part}.weight" for part in PARTS]
         save_file({name: w.clone() for name in names}, folder / shard)
         weight_map |= dict.fromkeys(names, shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert sum(path.stat().st_size for path in folder.iterdir()) > 190e6
+    limit, size = (8 << 20) + 7 * w.nbytes, sum(path.stat().st_size for path in folder.iterdir())
+    assert size > 6 * limit
     paths = {"small": tmp_path / "small", "source": folder, "out": tmp_path / "out"}
     script = PEAK.format(**{name: str(path) for name, path in paths.items()})
     here = Path(fp4ext.__file__).parent.parent
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=here)
     assert run.returncode == 0, run.stderr
     used = int(run.stdout)
-    print(f"{used / 1e6:.1f} MB")
-    assert 10e6 < used < 64e6, f"{used / 1e6:.0f} MB"
+    print(f"{used / 1e6:.1f} MB of {limit / 1e6:.1f}")
+    assert 8e6 < used <= limit, f"{used / 1e6:.1f} MB, accepted: {limit / 1e6:.1f}"
     assert inspect(tmp_path / "out").bits == pytest.approx(4.5, abs=0.01)
 
 
