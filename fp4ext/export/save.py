@@ -196,6 +196,8 @@ class _Job:
                 return [arrange.restack(name, weights[name], alternating, self.layout)]
             if not self.layout.stacked:
                 return arrange.unstack(name, weights[name], alternating)
+            if alternating:
+                return [arrange.as_named(name, weights[name])]
         return [(n, weights[n]) for n in names]
 
     def _shared_amax(self, pieces, spec: Spec) -> dict[str, Tensor]:
