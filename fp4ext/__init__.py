@@ -5,6 +5,7 @@ import importlib
 import torch  # noqa: F401  (loads libtorch before _C)
 
 from . import formats, policies
+from .attention import attention
 from .backends import backends
 from .convert import Report, convert, revert, set_step, storage_bits
 from .experts import Experts, grouped_linear
@@ -13,6 +14,7 @@ from .gemm import gemm
 from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
+from .packed import pack, packed_weights, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
@@ -37,6 +39,8 @@ __all__ = [
     "Report",
     "Spec",
     "Wgrad",
+    "attention",
+    "audit",
     "backends",
     "convert",
     "current_stage",
@@ -47,8 +51,11 @@ __all__ = [
     "grouped_linear",
     "grouped_quantize",
     "linear",
+    "pack",
+    "packed_weights",
     "policies",
     "quantize",
+    "refit",
     "revert",
     "set_step",
     "stage",
@@ -57,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """fp4ext.export, imported when it is first used."""
-    if name == "export":
+    """fp4ext.audit and fp4ext.export, imported when they are first used: training does without them."""
+    if name in ("audit", "export"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

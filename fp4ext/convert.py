@@ -1,8 +1,9 @@
 """convert: make a model's linear layers quantize by a policy, in place, and say what was done and what was left.
 
 A converted layer is the same object with the same parameters and hooks; only its class changes, from nn.Linear to
-fp4ext.Linear. So optimizers, state_dicts and sharding don't notice, and `revert` has nothing to copy. fp4ext.Experts
-has no plain class: its policy changes, and under the policy bf16 it is plain.
+fp4ext.Linear; so do the stacked experts of transformers' models (stacked.py). So optimizers, state_dicts and sharding
+don't notice, and `revert` has nothing to copy. fp4ext.Experts has no plain class: its policy changes, and under the
+policy bf16 it is plain.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from . import policies
+from . import policies, stacked
 from .experts import Experts
 from .linear import Linear
 from .policy import Policy, check_stage
 
 Filter = Callable[[str, nn.Module], bool]
+CONVERTED = (Linear, Experts, stacked.Stacked)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Report:
 
 
 def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filter | None = None) -> Report:
-    """Make each nn.Linear and each fp4ext.Experts of a model quantize by a policy, in place.
+    """Make each nn.Linear and all experts of a model quantize by a policy, in place.
+
+    Experts are fp4ext.Experts, or those of a model of transformers (5.24 or later) in stacked weights.
 
     Args:
         model: any module; the parameters stay the same objects.
@@ -65,7 +69,7 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
         why = _why_left(name, module, policy, filter, shared)
         if why:
             report.left[name] = why
-        elif type(module) in (nn.Linear, Linear, Experts):
+        elif type(module) in (nn.Linear, Linear, Experts) or stacked.is_stacked(module):
             candidates.append(name)
     kept = round(len(candidates) * policy.keep_last)
     for name in candidates[len(candidates) - kept :]:
@@ -73,7 +77,9 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
     for name in report.left:
         _revert(modules[name])
     for name in candidates[: len(candidates) - kept]:
-        if not isinstance(modules[name], Experts):
+        if stacked.is_stacked(modules[name]):
+            stacked.swap(modules[name])
+        elif not isinstance(modules[name], Experts):
             modules[name].__class__ = Linear
         modules[name].set_policy(policy, name)
         report.converted.append(name)
@@ -87,7 +93,7 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Make each converted layer a plain nn.Linear (Experts: plain) again, in place; the names of those that were."""
+    """Make each converted layer what it was (fp4ext.Experts: plain) again, in place; the names of those that were."""
     _check_module(model)
     return [name for name, module in model.named_modules() if _revert(module)]
 
@@ -96,7 +102,7 @@ def set_step(model: nn.Module, step: int) -> None:
     """Tell every converted layer how far training is, for policies that change with it."""
     _check_module(model)
     for module in model.modules():
-        if isinstance(module, (Linear, Experts)):
+        if isinstance(module, CONVERTED):
             module.set_step(step)
 
 
@@ -110,15 +116,16 @@ def storage_bits(model: nn.Module, stage: str = "pretrain") -> dict[str, float]:
     check_stage(stage)
     weights = activations = weight_bits = activation_bits = 0.0
     for module in model.modules():
-        if isinstance(module, (Linear, Experts)):
+        if isinstance(module, CONVERTED):
             recipe = module.recipes[stage]
             for w in module.parameters(recurse=False):
-                if w.dim() < 2:
+                if w.dim() < (2 if isinstance(module, Linear) else 3):
                     continue
+                width = w.shape[-2 if getattr(module, "is_transposed", False) else -1]
                 weights += w.numel()
-                activations += w.shape[-1]
+                activations += width
                 weight_bits += w.numel() * recipe.weight_bits
-                activation_bits += w.shape[-1] * recipe.saved_activation_bits
+                activation_bits += width * recipe.saved_activation_bits
     if not weights:
         return {"weights": 16.0, "saved_activations": 16.0}
     return {"weights": weight_bits / weights, "saved_activations": activation_bits / activations}
@@ -142,10 +149,15 @@ def _why_left(
         return f"{kind} has no shape yet: run a batch through the model first"
     if not isinstance(module, nn.Linear) and not any(p.dim() >= 2 for p in parameters):
         return None
-    if type(module) not in (nn.Linear, Linear, Experts):
+    if stacked.is_stacked(module):
+        if why := stacked.why_not(module):
+            return why
+    elif type(module) not in (nn.Linear, Linear, Experts):
         for base, called in ((nn.Linear, "nn.Linear"), (Experts, "fp4ext.Experts")):
             if isinstance(module, base):
                 return f"{kind} is a subclass of {called}, and may compute something else"
+        if hasattr(module, "num_experts") and any(p.dim() == 3 for p in parameters):
+            return f"{kind} has stacked weights, but does not say as transformers' experts do how it computes"
         return f"{kind} has no 4-bit form here"
     matrices = [p for p in parameters if p.dim() >= 2]
     for w in matrices:
@@ -175,6 +187,9 @@ def _shared_weights(model: nn.Module) -> dict[int, list[str]]:
 def _revert(module: nn.Module) -> bool:
     if type(module) is Experts and module.policy.name != "bf16":
         module.set_policy("bf16")
+        return True
+    if isinstance(module, stacked.Stacked):
+        stacked.restore(module)
         return True
     if type(module) is not Linear:
         return False

@@ -145,6 +145,11 @@ def gemm(
     )
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale · q·kᵀ)·v over each query's past, in a fixed order (docs/numerics.md, 11)."""
+    return torch.ops.fp4ext.attention.default(q, k, v, start, scale)
+
+
 def gemm_add(
     x_codes: Tensor,
     x_scales: Tensor | None,
@@ -284,6 +289,11 @@ def _(
     x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out_dtype, accumulate, backend
 ):
     return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=DTYPES[out_dtype])
+
+
+@torch.library.register_fake("fp4ext::attention")
+def _(q, k, v, start, scale):
+    return q.new_empty(q.shape)
 
 
 @torch.library.register_fake("fp4ext::gemm_add")

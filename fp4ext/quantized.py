@@ -1,4 +1,4 @@
-"""A linear layer whose weight stays packed: what a sampler holds in memory.
+"""Layers whose weights stay quantized: what a sampler holds in memory.
 
 y [.., N] = gemm(Q(x), ŵ) + bias        4.5 bits a weight in NVFP4, no copy in a wider type
 """
@@ -59,6 +59,11 @@ class QuantizedLinear(nn.Module):
         shape = torch.Size((self.out_features, self.in_features))
         return _held(self, "", self.format, shape, self.weight_dtype)
 
+    @property
+    def weights(self) -> list[QTensor]:
+        """The weight alone, as QuantizedExperts.weights has two."""
+        return [self.weight]
+
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -118,6 +123,11 @@ class QuantizedExperts(nn.Module):
         """The stack [E, K, F], likewise."""
         return _held(self, "down_", *self.kinds["down"], self.weight_dtype)
 
+    @property
+    def weights(self) -> list[QTensor]:
+        """Both stacks."""
+        return [self.gate_up_proj, self.down_proj]
+
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -131,7 +141,7 @@ class QuantizedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape
-        bits = 8 * (self.gate_up_proj.nbytes + self.down_proj.nbytes) / (3 * experts * features * hidden or 1)
+        bits = 8 * sum(w.nbytes for w in self.weights) / (3 * experts * features * hidden or 1)
         size = f"{experts}, features={features}, hidden={hidden}"
         return f"{size}, {self.kinds['gate_up'][0]}, {bits:.2f} bits a weight, x={self.x}"
 

@@ -128,7 +128,7 @@ def X(format="nvfp4", *shape):
 BAD = {
     "unknown accumulate 'slow'; accepted: invariant, fast": (
         ValueError, lambda: gemm(X(), X(), accumulate="slow")),
-    "unknown backend 'native'; accepted: auto, cpu": (ValueError, lambda: gemm(X(), X(), backend="native")),
+    "unknown backend 'native' on cpu; accepted: auto, cpu": (ValueError, lambda: gemm(X(), X(), backend="native")),
     "out_dtype is torch.float16; accepted: torch.bfloat16, torch.float32": (
         TypeError, lambda: gemm(X(), X(), out_dtype=torch.float16)),
     "x (5, 64) and w (5, 80) differ in K": (ValueError, lambda: gemm(X(), X("nvfp4", 5, 80))),

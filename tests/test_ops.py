@@ -47,6 +47,10 @@ SAMPLES = {
         (*quantized(), "nvfp4", *quantized(MX, 16), "mxfp8", None, "bfloat16", "invariant", "auto"),
         (x(2, 3, 40), None, None, "fp32", x(), None, None, "fp32", torch.ones(24), "float32", "fast", "cpu"),
     ],
+    "attention": lambda: [
+        (x(2, 4, 3, 8), x(2, 2, 9, 8), x(2, 2, 9, 8), torch.tensor([0, 6]), 0.5),
+        (x(1, 2, 5, 16).bfloat16(), x(1, 2, 5, 16), x(1, 2, 5, 16), None, 0.25),
+    ],
     "gemm_add": lambda: [
         (*quantized(), "nvfp4", *quantized(MX, 16), "mxfp8", torch.ones(16), x(24, 16), "invariant", "auto")
     ],

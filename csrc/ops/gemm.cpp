@@ -38,8 +38,8 @@ struct Product {
   }
 };
 
-Tensor gemm(const Tensor& x_codes, Optional x_scales, Optional x_global, std::string x_format, const Tensor& w_codes, Optional w_scales,
-            Optional w_global, std::string w_format, Optional bias, std::string out_dtype, std::string accumulate, std::string backend) {
+Tensor gemm(const Tensor& x_codes, Optional x_scales, Optional x_global, Text x_format, const Tensor& w_codes, Optional w_scales,
+            Optional w_global, Text w_format, Optional bias, Text out_dtype, Text accumulate, Text backend) {
   Product product(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias);
   product.args.y_bf16 = is_bf16(out_dtype);
   check_choices(accumulate, backend);
@@ -48,8 +48,8 @@ Tensor gemm(const Tensor& x_codes, Optional x_scales, Optional x_global, std::st
   return y;
 }
 
-void gemm_add(const Tensor& x_codes, Optional x_scales, Optional x_global, std::string x_format, const Tensor& w_codes, Optional w_scales,
-              Optional w_global, std::string w_format, Optional bias, Tensor out, std::string accumulate, std::string backend) {
+void gemm_add(const Tensor& x_codes, Optional x_scales, Optional x_global, Text x_format, const Tensor& w_codes, Optional w_scales,
+              Optional w_global, Text w_format, Optional bias, Tensor out, Text accumulate, Text backend) {
   Product product(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias);
   check_choices(accumulate, backend);
   check_dtype("out", out, ScalarType::Float);

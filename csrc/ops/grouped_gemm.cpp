@@ -38,9 +38,9 @@ struct Tokens {
   }
 };
 
-Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format,
-                    const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format,
-                    const Tensor& offsets, std::string out_dtype, std::string accumulate, std::string backend) {
+Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, Text x_format,
+                    const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, Text w_format,
+                    const Tensor& offsets, Text out_dtype, Text accumulate, Text backend) {
   const bool y_bf16 = is_bf16(out_dtype);
   check_choices(accumulate, backend);
   STD_TORCH_CHECK(w_codes.dim() == 3 || w_codes.dim() == 2, "w_codes has shape ", describe(sizes_of(w_codes)),

@@ -26,6 +26,7 @@ STABLE_TORCH_LIBRARY(fp4ext, m) {
       "gemm(Tensor x_codes, Tensor? x_scales, Tensor? x_global, str x_format,"
       " Tensor w_codes, Tensor? w_scales, Tensor? w_global, str w_format,"
       " Tensor? bias, str out_dtype, str accumulate, str backend) -> Tensor");
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor? start, float scale) -> Tensor");
   m.def(
       "gemm_add(Tensor x_codes, Tensor? x_scales, Tensor? x_global, str x_format,"
       " Tensor w_codes, Tensor? w_scales, Tensor? w_global, str w_format,"

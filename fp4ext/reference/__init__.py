@@ -7,12 +7,14 @@
     block_scale.py  outer scales and the rules that choose a block's scale                  sections 2, 3
     quantize.py     quantize, dequantize, amax_of                                           sections 2-7
     gemm.py         the GEMM in its lawful order of summation                               section 9
+    attention.py    causal attention in its lawful order, and its exponential               section 11
     grouped.py      experts: each on its own                                                section 9
     layout.py       the 128x4 scale layout of the tensor cores                              section 10
 
 It is written from docs/numerics.md alone, without sight of the C++ that must agree with it.
 """
 
+from .attention import attention, exp2
 from .block_scale import e8m0_scales, nvfp4_scales, outer_scales
 from .elements import (
     decode_e2m1,
@@ -37,6 +39,7 @@ from .quantize import amax_of, dequantize, quantize
 
 __all__ = [
     "amax_of",
+    "attention",
     "decode_e2m1",
     "decode_e4m3",
     "decode_e5m2",
@@ -51,6 +54,7 @@ __all__ = [
     "encode_e4m3_stochastic",
     "encode_e5m2",
     "encode_e5m2_stochastic",
+    "exp2",
     "gemm",
     "grouped_gemm",
     "grouped_quantize",

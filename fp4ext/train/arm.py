@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fp4ext
+from fp4ext.audit.live import Monitor
 
 from . import bf16
 from .model import Transformer
+from .moe import Balance
 from .presets import Preset
 
 
@@ -28,18 +31,22 @@ class Arm:
     Attributes:
         policy: its name.
         report: which modules the policy took, which it left, and why.
+        monitor: the live statistics, where asked for.
         diverged: the step at which a loss or gradient stopped being finite, or None. A diverged arm rests while the
             others go on.
     """
 
-    def __init__(self, policy: str, preset: Preset, seed: int, device: torch.device):
-        self.policy, self.preset, self.seed, self.device = policy, preset, seed, device
+    def __init__(self, policy: str | fp4ext.Policy, preset: Preset, seed: int, device: torch.device, stats: int = 0):
+        name = policy if isinstance(policy, str) else policy.name
+        self.policy, self.preset, self.seed, self.device = name, preset, seed, device
         self.model, self.report = build_model(policy, preset, seed, device)
+        self.balance = Balance(self.model)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": preset.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=preset.lr, betas=(0.9, 0.95), fused=True)
         self.diverged: int | None = None
+        self.monitor = monitor(self.model, stats)
 
     def step(self, tokens: Tensor, targets: Tensor, step: int) -> dict:
         """Update `step` (from 0). Returns the line for metrics.jsonl, whose step counts updates done."""
@@ -51,19 +58,28 @@ class Arm:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._prepare(step)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.model(tokens.to(self.device), targets.to(self.device))
-        loss.backward()
+        batch = tokens.to(self.device), targets.to(self.device)
+
+        def batch_loss() -> Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                return self.model(*batch)
+
+        watch = self.monitor.watch(step, batch_loss) if self.monitor else nullcontext()
+        with watch:
+            loss = batch_loss()
+            loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.preset.clip)
         train_loss, grad_norm = loss.item(), norm.item()
         if math.isfinite(train_loss) and math.isfinite(grad_norm):
             self.optimizer.step()
+            line |= self.balance.step()
         else:
             self.diverged = step + 1
             line["diverged"] = self.diverged
         self.optimizer.zero_grad(set_to_none=True)
         line |= {"train_loss": _finite(train_loss), "grad_norm": _finite(grad_norm), "lr": lr}
-        return line | {"seconds": round(time.perf_counter() - began, 6)}
+        line["seconds"] = round(time.perf_counter() - began, 6)
+        return line | (self.monitor.line or {} if self.monitor else {})
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor, step: int) -> np.ndarray:
@@ -123,16 +139,25 @@ def _finite(value: float) -> float | None:
 # The only functions of fp4ext.train that meet the library's core.
 
 
+def monitor(model: Transformer, every: int) -> Monitor | None:
+    """What watches the quantizers of a model, where there are any."""
+    watched = Monitor(model, every)
+    return watched if watched.every and watched.layers else None
+
+
 def policy_names() -> list[str]:
     """The policies that an arm can be trained under."""
     return fp4ext.policies.names()
 
 
-def build_model(policy: str, preset: Preset, seed: int, device: torch.device) -> tuple[Transformer, fp4ext.Report]:
+def build_model(
+    policy: str | fp4ext.Policy, preset: Preset, seed: int, device: torch.device
+) -> tuple[Transformer, fp4ext.Report]:
     """A model under the policy, and what convert did."""
     model = Transformer(preset.shape, seed).to(device)
-    report = fp4ext.Report(policy)
-    if policy != "bf16":
+    policy = fp4ext.policies.get(policy)
+    report = fp4ext.Report(policy.name)
+    if policy.name != "bf16":
         report = fp4ext.convert(model, policy)
     if not bf16.native(device):
         bf16.serve(model)

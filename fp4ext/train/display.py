@@ -17,6 +17,10 @@ class Silent:
 
     def note(self, text: str) -> None: ...
 
+    def pretraining(self) -> Silent:
+        """The display of a pretraining that comes before another job."""
+        return Silent()
+
     def close(self) -> None: ...
 
 
@@ -133,6 +137,8 @@ def final_table(result: Result, console) -> None:
         "saved act.\nbit/element",
         "time\ns/step",
     )
+    if any(row.load_max is not None for row in result.rows):
+        headings += ("expert load\nmin … max",)
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for row in result.rows:
@@ -142,7 +148,7 @@ def final_table(result: Result, console) -> None:
 
 
 def cells(row) -> tuple[str, ...]:
-    """A Row as text: policy, loss, gap, weight bits, activation bits, seconds."""
+    """A Row as text: policy, loss, gap, weight bits, activation bits, seconds; with experts, their load."""
     gap = "–"
     if row.gap is not None and row.policy != "bf16":
         gap = f"{row.gap:+.1f}" + (f" ± {row.gap_error:.1f}" if row.gap_error is not None else "")
@@ -150,7 +156,8 @@ def cells(row) -> tuple[str, ...]:
     if row.diverged is not None:
         loss = f"diverged at step {row.diverged}"
     seconds = "–" if row.seconds is None else f"{row.seconds:.3f}"
-    return row.policy, loss, gap, f"{row.weight_bits:.2f}", f"{row.activation_bits:.2f}", seconds
+    load = () if row.load_max is None else (f"{row.load_min:.2f} … {row.load_max:.2f}",)
+    return row.policy, loss, gap, f"{row.weight_bits:.2f}", f"{row.activation_bits:.2f}", seconds, *load
 
 
 def clock(seconds: float) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from fp4ext.pages.chart import Line, chart
+from fp4ext.pages.page import dot, figure, page, pairs, soft
+
 from . import checkpoint
-from .chart import Line, chart
 from .display import cells
-from .page import dot, page, pairs, soft
 from .result import Result
 from .run import read_config, read_metrics
 
@@ -22,6 +23,13 @@ HEADINGS = (  # name, unit, and both for a narrow page
     ("weights", "bit/element", "weights, bit"),
     ("saved activations", "bit/element", "saved act., bit"),
     ("time", "s/step", "s/step"),
+)
+
+LOAD = ("expert load", "min … max", "expert load")
+
+ABOUT_LOAD = (
+    "Expert load: tokens of the idlest and of the busiest expert over an even share, in the worst layer, in the last "
+    "tenth of the run; 1 is even. A bias on the router's choice evens them out, without a loss."
 )
 
 ABOUT_TABLE = (
@@ -68,6 +76,13 @@ def render(config: dict, metrics: list[dict], result: Result) -> str:
                 f"From evaluations along the way, {preset['eval_windows']} windows each; the first tenth is left out."
             ),
         ]
+    loads = load_lines(policies, metrics)
+    if loads:
+        parts += [
+            "<h2>Balance of the experts</h2>",
+            _figure(loads, policies, "Load of the busiest expert by step", "× an even share", None),
+            soft(ABOUT_LOAD),
+        ]
     left = {name: why for row in result.rows if row.policy != "bf16" for name, why in row.left.items()}
     if left:
         parts += ["<h2>What stays BF16</h2>", pairs(left)]
@@ -108,6 +123,15 @@ def gap_lines(policies: list[str], metrics: list[dict], steps: int) -> list[Line
     return lines
 
 
+def load_lines(policies: list[str], metrics: list[dict]) -> list[Line]:
+    """The load of the busiest expert; none for a dense model."""
+    lines = []
+    for hue, policy in _hues(policies):
+        points = _points([line for line in metrics if line["policy"] == policy], "load_max")
+        lines += [Line(policy, points, hue)] if points else []
+    return lines
+
+
 def _summary(result: Result) -> str:
     rows = [row for row in result.rows if row.final_loss is not None and row.diverged is None]
     if not rows:
@@ -124,7 +148,8 @@ def _summary(result: Result) -> str:
 
 
 def _table(policies: list[str], result: Result) -> str:
-    head = "".join(f"<th>{name}<small>{unit}</small></th>" for name, unit, _ in HEADINGS)
+    headings = (*HEADINGS, LOAD) if any(row.load_max is not None for row in result.rows) else HEADINGS
+    head = "".join(f"<th>{name}<small>{unit}</small></th>" for name, unit, _ in headings)
     body = []
     hues = {policy: hue for hue, policy in _hues(policies)}
     for row in result.rows:
@@ -133,7 +158,7 @@ def _table(policies: list[str], result: Result) -> str:
         texts = (dot(hues[row.policy]) + policy, loss, f"<span>{gap}</span>", *others)
         body.append(
             "".join(
-                f'<td data-label="{short}">{text}</td>' for (_, _, short), text in zip(HEADINGS, texts, strict=True)
+                f'<td data-label="{short}">{text}</td>' for (_, _, short), text in zip(headings, texts, strict=False)
             )
         )
     rows = "".join(f"<tr>{cells_}</tr>" for cells_ in body)
@@ -144,10 +169,9 @@ def _figure(
     lines: list[Line], policies: list[str], label: str, unit: str, top: float | None, zero: bool = False
 ) -> str:
     shown = {line.name for line in lines}
-    legend = "".join(f"<li>{dot(hue)}{escape(policy)}</li>" for hue, policy in _hues(policies) if policy in shown)
+    legend = [(hue, policy) for hue, policy in _hues(policies) if policy in shown]
     wide, narrow = (chart(lines, label, unit, w, h, top, zero) for w, h in ((940, 380), (360, 300)))
-    charts = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-    return f'<figure><ul class="legend">{legend}</ul>{charts}</figure>'
+    return figure((wide, narrow), legend)
 
 
 def _flat(values: dict, prefix: str = "") -> dict:

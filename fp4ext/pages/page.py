@@ -15,6 +15,7 @@ STYLE = """
 body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,sans-serif}
 main{max-width:1000px;margin:0 auto;padding:32px 20px 64px}
 h1{font-size:27px;line-height:1.2;margin:0 0 8px}h2{font-size:19px;margin:40px 0 12px}
+h3{font-size:16px;margin:24px 0 6px}details{margin:10px 0}summary{cursor:pointer;color:var(--soft)}
 p{margin:8px 0;max-width:76ch}.soft,.empty{color:var(--soft);font-size:14px}
 table{border-collapse:collapse;width:100%;font-size:15px;font-variant-numeric:tabular-nums}
 th,td{padding:8px 10px;border-bottom:1px solid var(--rule);text-align:right;vertical-align:bottom}
@@ -32,6 +33,9 @@ svg{display:block;width:100%;height:auto}svg text{font:13px system-ui,sans-serif
 pre{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:12px;font-size:14px;
 white-space:pre-wrap;overflow-wrap:anywhere}
 .narrow{display:none}
+th[aria-sort]{cursor:pointer}th[aria-sort]:focus-visible{outline:2px solid var(--hue-1)}
+th[aria-sort=ascending]::after{content:" ↑"}th[aria-sort=descending]::after{content:" ↓"}
+.bad{color:var(--hue-5);font-weight:600}
 @media (max-width:640px){
 main{padding:20px 14px 48px}h1{font-size:23px}figure{padding:10px 8px}
 .wide{display:none}.narrow{display:block}
@@ -43,6 +47,21 @@ main{padding:20px 14px 48px}h1{font-size:23px}figure{padding:10px 8px}
 .rows td:first-child::before{display:none}.rows td:first-child .dot{margin-right:0}}
 """
 
+# Click, Enter or space on a heading sorts its table: numbers by data-value, the rest by their text.
+SORT = """
+for(const table of document.querySelectorAll("table.sortable")){
+const heads=[...table.querySelectorAll("th")];
+heads.forEach((head,i)=>{head.tabIndex=0;head.setAttribute("aria-sort","none");
+const sort=()=>{const up=head.getAttribute("aria-sort")==="descending";
+heads.forEach(h=>h.setAttribute("aria-sort","none"));
+head.setAttribute("aria-sort",up?"ascending":"descending");
+const key=row=>{const cell=row.cells[i],v=cell.dataset.value;return v===undefined?cell.textContent:+v};
+[...table.tBodies[0].rows].sort((a,b)=>{const x=key(a),y=key(b);
+return (x<y?-1:x>y?1:0)*(up?1:-1)}).forEach(row=>table.tBodies[0].append(row))};
+head.addEventListener("click",sort);
+head.addEventListener("keydown",e=>{if(e.key==="Enter"||e.key===" "){e.preventDefault();sort()}})})}
+"""
+
 
 def page(title: str, parts: list[str]) -> str:
     """The file. `parts` are HTML already."""
@@ -50,7 +69,8 @@ def page(title: str, parts: list[str]) -> str:
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style>"
     )
-    body = f"<main>{''.join(parts)}</main>"
+    sort = f"<script>{SORT}</script>" if any("sortable" in part for part in parts) else ""
+    body = f"<main>{''.join(parts)}</main>{sort}"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
@@ -63,6 +83,38 @@ def pairs(values: dict) -> str:
     """Names and values, one below the other."""
     rows = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>" for k, v in values.items())
     return f'<table class="pairs"><tbody>{rows}</tbody></table>'
+
+
+def table(headings: list[tuple[str, str]], rows: list[list], dots: list[int] | None = None) -> str:
+    """A sortable table that becomes a list of cards on a narrow page.
+
+    Args:
+        headings: (name, unit) of each column.
+        rows: cells, each a text, or (text, number to sort by), or (text, number, True) to stand out.
+        dots: for each row, the hue of a dot before its first cell.
+    """
+    head = "".join(f"<th>{escape(name)}<small>{escape(unit)}</small></th>" for name, unit in headings)
+    body = []
+    for i, row in enumerate(rows):
+        cells = []
+        for j, ((name, unit), cell) in enumerate(zip(headings, row, strict=True)):
+            text, value, bad = (cell, None, False) if isinstance(cell, str) else (*cell, False)[:3]
+            label = f"{name}, {unit}" if unit else name
+            mark = dot(dots[i]) if dots and j == 0 else ""
+            attributes = f' data-label="{escape(label)}"' + ("" if value is None else f' data-value="{value!r}"')
+            shown = f'<span class="bad">{escape(text)}</span>' if bad else f"<span>{escape(text)}</span>"
+            cells.append(f"<td{attributes}>{mark}{shown}</td>")
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    inside = f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
+    return f'<div class="scroll"><table class="rows sortable">{inside}</table></div>'
+
+
+def figure(charts: tuple[str, str], legend: list[tuple[int, str]]) -> str:
+    """A wide chart and a narrow one, of which a page shows what fits, and what the colours mean."""
+    wide, narrow = charts
+    items = "".join(f"<li>{dot(hue)}{escape(name)}</li>" for hue, name in legend)
+    both = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+    return f'<figure><ul class="legend">{items}</ul>{both}</figure>'
 
 
 def dot(hue: int) -> str:
