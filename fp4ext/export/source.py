@@ -14,6 +14,7 @@ from ..linear import Linear
 from ..policy import Policy
 from ..qtensor import QTensor
 from ..quantized import QuantizedExperts, QuantizedLinear
+from . import naming
 from .checkpoint import Checkpoint
 from .errors import Refused
 from .stored import Stored
@@ -58,8 +59,8 @@ class FromCheckpoint(Source):
         self.config, self.policies = dict(checkpoint.config), {}
         self.config.pop("quantization_config", None)
         self.side_files = checkpoint.folder.side_files()
-        self.transposed = checkpoint.layout.transposed or self.config.get("model_type") == "gpt_oss"
-        self.alternating = self.transposed
+        plain_and_transposed = checkpoint.layout.name == "plain" and self.config.get("model_type") in naming.TRANSPOSED
+        self.transposed = self.alternating = checkpoint.layout.transposed or plain_and_transposed
         self.names, self.shape, self.dtype = lambda: list(checkpoint), checkpoint.shape, checkpoint.dtype
         self.format, self.nbytes, self.weight = checkpoint.format, checkpoint.nbytes, checkpoint.weight
 
@@ -144,7 +145,9 @@ def source_of(source, scratch: Path) -> Source:
         packed = any(isinstance(module, (QuantizedLinear, QuantizedExperts)) for module in source.modules())
         if hasattr(source, "save_pretrained") and not packed:
             source.save_pretrained(scratch)
-            return FromCheckpoint(Checkpoint(scratch))
+            written = FromCheckpoint(Checkpoint(scratch))
+            written.policies = of_module(source).policies
+            return written
         return of_module(source)
     if isinstance(source, Mapping):
         return InMemory(source)

@@ -294,8 +294,6 @@ def test_experts(arrangement, layout, tmp_path):
     report = save(folder_of(tmp_path / "in", source, config), tmp_path / "out", layout)
     assert not report.left
     out = load(tmp_path / "out")
-    if arrangement == "gpt-oss" and layout == "fp4ext":
-        return  # its rows alternate under names that do not say so; the names are the model's own
     found = projections(out)
     assert found.keys() == truth.keys()
     spec = HOLDS.get(layout, SWEEP)
@@ -330,12 +328,45 @@ def test_there_and_back_is_the_same_file(one, other, tmp_path):
         assert_bytes_equal(after[name], t, name)
 
 
+@pytest.mark.parametrize("other", ["fp4ext", "compressed-tensors"])
+def test_gpt_oss_there_and_back(other, tmp_path):
+    """Its rows alternate under a name that elsewhere promises halves."""
+    source, _ = experts("gpt-oss")
+    save(folder_of(tmp_path / "in", source, {"model_type": "gpt_oss"}), tmp_path / "a", "gpt-oss")
+    convert(tmp_path / "a", tmp_path / "b", other)
+    convert(tmp_path / "b", tmp_path / "c", "gpt-oss")
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "c/model.safetensors").read_bytes()
+
+
 def test_outer_scales_that_differ_do_not_stack(tmp_path):
     x = {f"m.experts.0.{part}.weight": quantize(weight(32, 64, seed=i) * 100**i, SWEEP)
          for i, part in enumerate(("gate_proj", "up_proj"))}  # fmt: skip
     with pytest.raises(Refused, match="gate and up of an expert have outer scales that differ"):
         save(x, tmp_path / "out", "inkling2")
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_of_a_stack_are_quantized_alike(tmp_path):
+    source, _ = experts("separate")
+    with pytest.raises(Refused, match="would be in one stack, and are not quantized alike"):
+        save(source, tmp_path / "out", "inkling2", filter=lambda name, shape: ".1." not in name)
+    with pytest.raises(Refused, match="would be in one stack"):
+        save(source, tmp_path / "out", "inkling2", policy=mixed(pattern="*.2.down_proj"))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("one, other", [("inkling2", "modelopt"), ("compressed-tensors", "inkling2")])
+def test_mxfp8_experts_there_and_back(one, other, tmp_path):
+    source, truth = experts("stacked")
+    save(source, tmp_path / "a", one, policy="mxfp8")
+    convert(tmp_path / "a", tmp_path / "b", other)
+    convert(tmp_path / "b", tmp_path / "c", one)
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in "ac")
+    assert before.keys() == after.keys()
+    for name, t in before.items():
+        assert_bytes_equal(after[name], t, name)
+    for name, w in projections(load(tmp_path / "b")).items():
+        assert_bytes_equal(w, quantize(truth[name], "mxfp8").dequantize(torch.float32), name)
 
 
 def test_a_missing_expert_is_named(tmp_path):
@@ -598,32 +629,37 @@ def peak():
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
-export.save({source!r}, {out!r}, policy=policy, shard=16 << 20)
+export.save({source!r}, {out!r}, policy=policy, shard=8 << 20)
 print(peak() - before)
 """
 
 
+PARTS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+
+
 @pytest.mark.slow
 def test_memory_is_a_shard_and_a_layer(tmp_path):
-    """A checkpoint of 192 MB, in shards of 16 MB, out in shards of 16 MB, with layers of 8 MB: less than 64 MB more.
+    """A checkpoint of 235 MB goes through less than 38 MB: a shard of 8 MiB and a layer of 7 matrices, 29 MB.
 
     Peak resident memory over that after a first small export, in a process of its own.
     """
-    w, folder, weight_map = weight(1024, 4096), tmp_path / "in", {}
+    w, folder, weight_map = weight(1024, 2048), tmp_path / "in", {}
     folder.mkdir()
-    for i in range(0, 24, 2):
-        shard, names = f"model-{i:05}.safetensors", [f"l.{i}.w.weight", f"l.{i + 1}.w.weight"]
+    for i in range(8):
+        shard, names = f"model-{i:05}.safetensors", [f"l.{i}.{part}.weight" for part in PARTS]
         save_file({name: w.clone() for name in names}, folder / shard)
         weight_map |= dict.fromkeys(names, shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert sum(path.stat().st_size for path in folder.iterdir()) > 190e6
+    limit, size = (8 << 20) + 7 * w.nbytes, sum(path.stat().st_size for path in folder.iterdir())
+    assert size > 6 * limit
     paths = {"small": tmp_path / "small", "source": folder, "out": tmp_path / "out"}
     script = PEAK.format(**{name: str(path) for name, path in paths.items()})
     here = Path(fp4ext.__file__).parent.parent
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=here)
     assert run.returncode == 0, run.stderr
     used = int(run.stdout)
-    assert 10e6 < used < 64e6, f"{used / 1e6:.0f} MB"
+    print(f"{used / 1e6:.1f} MB of {limit / 1e6:.1f}")
+    assert 8e6 < used <= limit, f"{used / 1e6:.1f} MB, accepted: {limit / 1e6:.1f}"
     assert inspect(tmp_path / "out").bits == pytest.approx(4.5, abs=0.01)
 
 
@@ -646,3 +682,7 @@ def test_a_transformers_model_by_the_names_of_its_own_checkpoint(tmp_path):
     save(model, tmp_path / "out", "inkling2")
     plain("inkling2_loop", tmp_path / "plain")
     assert load(tmp_path / "out").keys() == load(tmp_path / "plain").keys()
+    llama = MODELS["llama"]().bfloat16()
+    fp4ext.convert(llama, "mxfp8", filter=lambda name, module: "mlp" in name)
+    report = save(llama, tmp_path / "llama")
+    assert {name.split(".")[3]: fmt for name, fmt in report.quantized.items()} == {"mlp": "mxfp8", "self_attn": "nvfp4"}
