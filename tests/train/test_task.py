@@ -11,14 +11,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_task.py"
 
 def test_arithmetic():
     t = task.load("arithmetic")
-    assert t.reward("7+15=", "22\n") == 1
-    assert [t.reward("7+15=", c) for c in ("22", "23\n", "22\n2", "", "\n", "022\n")] == [0] * 6
+    assert t.reward("7+5=", "12\n") == 1
+    assert [t.reward("7+5=", c) for c in ("12", "13\n", "12\n2", "", "\n", "012\n")] == [0] * 6
     rng = task.generator(3)
     prompts = [t.prompt(rng) for _ in range(200)]
-    assert len(set(prompts)) > 100 and prompts == [t.prompt(r) for r in [task.generator(3)] for _ in range(200)]
+    assert len(set(prompts)) > 60 and prompts == [t.prompt(r) for r in [task.generator(3)] for _ in range(200)]
 
 
-@pytest.mark.parametrize("name, share", [("arithmetic", 0.4), (str(EXAMPLE), 1 / 3 + 2 / 3 / 6)])
+@pytest.mark.parametrize("name, share", [("arithmetic", 0.5), (str(EXAMPLE), 1 / 3 + 2 / 3 / 6)])
 def test_the_text_is_right_as_often_as_it_says(name, share):
     """Prompts and answers as the model will see them; for the letters, a shuffle is right by chance once in six."""
     t = task.load(name)
