@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import policies
+from .activation import swiglu
 from .formats import Format
 from .gemm import gemm
 from .grouped import grouped_gemm, grouped_quantize
@@ -131,8 +132,8 @@ class QuantizedExperts(nn.Module):
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        gate, up = self._product(x, self.gate_up_proj, offsets).chunk(2, dim=-1)
-        return self._product(nn.functional.silu(gate) * up, self.down_proj, offsets)
+        h = swiglu(self._product(x, self.gate_up_proj, offsets))
+        return self._product(h, self.down_proj, offsets)
 
     def _product(self, x: Tensor, w: QTensor, offsets: Tensor) -> Tensor:
         operand = x if self.x is None else grouped_quantize(x, self.x, offsets)

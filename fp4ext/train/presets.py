@@ -124,10 +124,10 @@ SMALL = Preset(
 
 TASK = Preset(
     "task",
-    Shape(layers=2, d=128, heads=4, ffn=352, context=64),
-    steps=400,
+    Shape(layers=2, d=64, heads=2, ffn=192, context=48),
+    steps=600,
     batch=32,
-    lr=2e-3,
+    lr=4e-3,
     min_lr=2e-4,
     warmup=20,
     eval_every=100,
@@ -138,7 +138,7 @@ TASK = Preset(
 
 MOE = Shape(layers=4, d=128, heads=4, ffn=96, context=128, experts=8, top_k=2, expert_ffn=64)
 MOE_TINY = TINY.with_(name="moe-tiny", shape=MOE)
-MOE_TASK = TASK.with_(name="moe-task", shape=replace(MOE, layers=2, context=64))
+MOE_TASK = TASK.with_(name="moe-task", shape=replace(TASK.shape, ffn=64, experts=8, top_k=2, expert_ffn=64))
 
 PRESETS = {p.name: p for p in (TINY, SMALL, MOE_TINY, TASK, MOE_TASK)}
 

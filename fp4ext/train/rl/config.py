@@ -41,11 +41,11 @@ class Config:
     arms: Sequence[str] = arms.DEFAULT
     task: str | None = None
     policy: str = "end_to_end"
-    steps: int = 60
+    steps: int = 100
     prompts: int = 32
     group: int = 8
     updates: int = 2
-    lr: float = 3e-4
+    lr: float = 5e-4
     clip: float = 0.2
     kl_coef: float = 0.0
     level: str = "token"

@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path
 
 from .. import checkpoint
-from ..chart import Line, chart
-from ..page import dot, page, pairs, soft
+from fp4ext.pages.chart import Line, chart
+from fp4ext.pages.page import figure, page, pairs, soft, table
 from ..run import read_config, read_metrics
 from .display import HEADINGS, cells
 from .result import Result
@@ -71,15 +71,9 @@ def _summary(result: Result) -> str:
 
 
 def _table(arms: list[str], result: Result) -> str:
-    head = "".join(f"<th>{name}<small>{unit}</small></th>" for name, unit, _ in HEADINGS)
-    hues, body = dict(_hues(arms)), []
-    for row in result.rows:
-        name, *others = (escape(cell) for cell in cells(row))
-        texts = (dot(hues[row.arm]) + name, *others)
-        pairs_ = zip(HEADINGS, texts, strict=True)
-        body.append("".join(f'<td data-label="{short}">{text}</td>' for (_, _, short), text in pairs_))
-    rows = "".join(f"<tr>{cells_}</tr>" for cells_ in body)
-    return f'<div class="scroll"><table class="rows"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    hues = dict(_hues(arms))
+    rows = [list(cells(row)) for row in result.rows]
+    return table([(name, unit) for name, unit, _ in HEADINGS], rows, [hues[row.arm] for row in result.rows])
 
 
 def _figure(
@@ -93,10 +87,8 @@ def _figure(
             ends = range(smooth, len(points) + 1)
             points = [(points[i - 1][0], sum(y for _, y in points[i - smooth : i]) / smooth) for i in ends]
         lines.append(Line(name, points, hue))
-    legend = "".join(f"<li>{dot(hue)}{escape(name)}</li>" for name, hue in _hues(arms))
-    wide, narrow = (chart(lines, label, unit, w, h, None, zero) for w, h in ((940, 320), (360, 280)))
-    charts = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-    return f'<figure><ul class="legend"><li>{escape(label)}</li>{legend}</ul>{charts}</figure>'
+    charts = (chart(lines, label, unit, w, h, None, zero) for w, h in ((940, 320), (360, 280)))
+    return figure(tuple(charts), [(hue, name) for name, hue in _hues(arms)])
 
 
 def _hues(arms: list[str]) -> list[tuple[str, int]]:
