@@ -5,9 +5,10 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from .. import checkpoint
 from fp4ext.pages.chart import Line, chart
 from fp4ext.pages.page import figure, page, pairs, soft, table
+
+from .. import checkpoint
 from ..run import read_config, read_metrics
 from .display import HEADINGS, cells
 from .result import Result
@@ -88,7 +89,7 @@ def _figure(
             points = [(points[i - 1][0], sum(y for _, y in points[i - smooth : i]) / smooth) for i in ends]
         lines.append(Line(name, points, hue))
     charts = (chart(lines, label, unit, w, h, None, zero) for w, h in ((940, 320), (360, 280)))
-    return figure(tuple(charts), [(hue, name) for name, hue in _hues(arms)])
+    return soft(f"{label}, {unit}") + figure(tuple(charts), [(hue, name) for name, hue in _hues(arms)])
 
 
 def _hues(arms: list[str]) -> list[tuple[str, int]]:
