@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from .activation import swiglu
 from .experts import Experts, grouped_fprop
 from .grouped import grouped_quantize
 from .linear import Linear, fprop
@@ -88,8 +89,8 @@ class PackedExperts(nn.Module):
         )
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        gate, up = grouped_fprop(x, self.gate_up_proj, offsets, self.recipe).chunk(2, dim=-1)
-        return grouped_fprop(nn.functional.silu(gate) * up, self.down_proj, offsets, self.recipe)
+        h = swiglu(grouped_fprop(x, self.gate_up_proj, offsets, self.recipe))
+        return grouped_fprop(h, self.down_proj, offsets, self.recipe)
 
     @property
     def nbytes(self) -> int:

@@ -25,6 +25,7 @@ ORDER = """
     grouped
     recipe
     policy
+    activation
     policies
     linear
     experts

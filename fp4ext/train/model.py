@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp4ext
+from fp4ext.activation import swiglu
 
 from .moe import MoE
 from .presets import Shape
@@ -125,8 +126,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(self.gate_up(x)))
 
 
 class Block(nn.Module):
