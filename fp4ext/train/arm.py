@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import fp4ext
 
-from . import bf16
+from . import bf16, inkling2
 from .model import Transformer
 from .moe import Balance
 from .presets import Preset
@@ -53,8 +54,7 @@ class Arm:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._prepare(step)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.model(tokens.to(self.device), targets.to(self.device))
+        loss = F.cross_entropy(self._logits(tokens).flatten(0, 1), targets.flatten().to(self.device))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.preset.clip)
         train_loss, grad_norm = loss.item(), norm.item()
@@ -75,8 +75,7 @@ class Arm:
         self.model.eval()
         losses = []
         for x, y in zip(tokens.split(32), targets.split(32), strict=True):
-            with torch.autocast(self.device.type, torch.bfloat16):
-                logits = self.model(x.to(self.device))
+            logits = self._logits(x)
             loss = F.cross_entropy(logits.flatten(0, 1), y.flatten().to(self.device), reduction="none")
             losses.append(loss.view(y.shape).double().mean(1).cpu().numpy())
         self.model.train()
@@ -103,6 +102,20 @@ class Arm:
     def storage_bits(self) -> dict[str, float]:
         """Bits that an element takes where products read it: weights, and activations saved for backward."""
         return fp4ext.storage_bits(self.model)
+
+    def said(self) -> str:
+        """One line: which kinds of modules the policy took from a model that is not ours, and which it left."""
+        kinds = {name: type(module).__name__ for name, module in self.model.named_modules()}
+        took = Counter(kinds[name] for name in self.report.converted)
+        taken = ", ".join(f"{count} {kind}" for kind, count in took.items())
+        left = ", ".join(sorted({kinds[name] for name in self.report.left}))
+        return f"{self.policy} quantizes of {type(self.model).__name__}: {taken}; leaves: {left}"
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """fp32 [batch, time, vocab]."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.preset.model == "transformer"):
+            out = self.model(tokens.to(self.device))
+        return out if isinstance(out, Tensor) else out.logits
 
     def _prepare(self, step: int) -> None:
         noise = np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)[0]
@@ -131,8 +144,11 @@ def policy_names() -> list[str]:
     return fp4ext.policies.names()
 
 
-def build_model(policy: str, preset: Preset, seed: int, device: torch.device) -> tuple[Transformer, fp4ext.Report]:
+def build_model(policy: str, preset: Preset, seed: int, device: torch.device) -> tuple[nn.Module, fp4ext.Report]:
     """A model under the policy, and what convert did."""
+    if preset.model == "inkling2":
+        model = inkling2.build(preset.shape, seed).to(device)
+        return model, inkling2.convert(model, policy)
     model = Transformer(preset.shape, seed).to(device)
     report = fp4ext.Report(policy)
     if policy != "bf16":
