@@ -14,11 +14,11 @@ from .gemm import gemm
 from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
-from .packed import PackedExperts, PackedLinear, pack, refit
+from .packed import pack, packed_weights, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
-from .quantized import QuantizedLinear
+from .quantized import QuantizedExperts, QuantizedLinear
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
 
@@ -30,10 +30,9 @@ __all__ = [
     "Format",
     "Fprop",
     "Linear",
-    "PackedExperts",
-    "PackedLinear",
     "Policy",
     "QTensor",
+    "QuantizedExperts",
     "QuantizedLinear",
     "Ragged",
     "Recipe",
@@ -41,6 +40,7 @@ __all__ = [
     "Spec",
     "Wgrad",
     "attention",
+    "audit",
     "backends",
     "convert",
     "current_stage",
@@ -52,6 +52,7 @@ __all__ = [
     "grouped_quantize",
     "linear",
     "pack",
+    "packed_weights",
     "policies",
     "quantize",
     "refit",
@@ -63,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """fp4ext.export, imported when it is first used."""
-    if name == "export":
+    """fp4ext.audit and fp4ext.export, imported when they are first used: training does without them."""
+    if name in ("audit", "export"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -98,13 +98,6 @@ def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> Ten
     return _gemm(xq, _quantize(w, recipe.fprop.w, None, "w", -1, rng_fprop), offsets, x.dtype)
 
 
-def grouped_fprop(x: Tensor, w: QTensor, offsets: Tensor, recipe: Recipe) -> Tensor:
-    """What `grouped_linear` gives without gradients, where w is quantized already and nothing is random."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    return _gemm(_quantize(x, recipe.fprop.x, offsets, "x", -1, None), w, offsets, x.dtype)
-
-
 def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> None:
     check_input("x", x)
     check_input("w", w)

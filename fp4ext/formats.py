@@ -19,6 +19,7 @@ class Element:
     Attributes:
         max: its largest finite value; max_exponent: floor(log2 max).
         min: its smallest positive value.
+        top_step: the distance between its two largest values.
     """
 
     name: str
@@ -26,11 +27,12 @@ class Element:
     max: float
     max_exponent: int
     min: float
+    top_step: float
 
 
-E2M1 = Element("e2m1", 4, 6.0, 2, 0.5)
-E4M3 = Element("e4m3", 8, 448.0, 8, 2.0**-9)
-E5M2 = Element("e5m2", 8, 57344.0, 15, 2.0**-16)
+E2M1 = Element("e2m1", 4, 6.0, 2, 0.5, 2.0)
+E4M3 = Element("e4m3", 8, 448.0, 8, 2.0**-9, 32.0)
+E5M2 = Element("e5m2", 8, 57344.0, 15, 2.0**-16, 8192.0)
 
 
 @dataclass(frozen=True)

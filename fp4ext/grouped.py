@@ -156,7 +156,7 @@ def grouped_gemm(
 
     Source: docs/numerics.md, 9.
     """
-    check_choices(out_dtype, accumulate, backend)
+    check_choices(out_dtype, accumulate, backend, x.device)
     operands = *_grouped_operand("x", x), *_grouped_operand("w", w)
     check_device("w", w, x)
     check_offsets(offsets, x)

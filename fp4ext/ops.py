@@ -150,6 +150,35 @@ def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, scale: floa
     return torch.ops.fp4ext.attention.default(q, k, v, start, scale)
 
 
+def gemm_add(
+    x_codes: Tensor,
+    x_scales: Tensor | None,
+    x_global: Tensor | None,
+    x_format: str,
+    w_codes: Tensor,
+    w_scales: Tensor | None,
+    w_global: Tensor | None,
+    w_format: str,
+    bias: Tensor | None,
+    out: Tensor,
+    accumulate: str = "invariant",
+    backend: str = "auto",
+) -> None:
+    """out += gemm(…) in fp32; out is changed."""
+    torch.ops.fp4ext.gemm_add.default(
+        *_matrix_bytes(x_codes, x_scales, x_format),
+        x_global,
+        x_format,
+        *_matrix_bytes(w_codes, w_scales, w_format),
+        w_global,
+        w_format,
+        bias,
+        out,
+        accumulate,
+        backend,
+    )
+
+
 def grouped_gemm(
     x_codes: Tensor,
     x_scales: Tensor | None,
@@ -265,6 +294,11 @@ def _(
 @torch.library.register_fake("fp4ext::attention")
 def _(q, k, v, start, scale):
     return q.new_empty(q.shape)
+
+
+@torch.library.register_fake("fp4ext::gemm_add")
+def _(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out, accumulate, backend):
+    pass
 
 
 @torch.library.register_fake("fp4ext::grouped_gemm")

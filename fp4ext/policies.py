@@ -1,4 +1,4 @@
-"""The policies that ship, as data. `get(name)` gives one; `with_(…)` changes it.
+"""The policies that ship, as data. `get(name)` gives one, or that of a file (policy_file.py); `with_(…)` changes it.
 
 | policy | fprop x, w | dgrad dy, w | wgrad dy, x |
 |---|---|---|---|
@@ -13,6 +13,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from . import policy_file
 from .policy import Policy
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
@@ -66,10 +69,12 @@ def names() -> list[str]:
     return list(_POLICIES)
 
 
-def get(name: str | Policy) -> Policy:
-    """The policy of that name. Raises ValueError, listing the names there are."""
+def get(name: str | Path | Policy) -> Policy:
+    """The policy of that name, or of that .toml or .json file. Raises ValueError, listing the names there are."""
     if isinstance(name, Policy):
         return name
+    if isinstance(name, Path) or (isinstance(name, str) and name.endswith(policy_file.SUFFIXES)):
+        return policy_file.load(name)
     if not isinstance(name, str) or name not in _POLICIES:
-        raise ValueError(f"unknown policy {name!r}; policies: {', '.join(_POLICIES)}")
+        raise ValueError(f"unknown policy {name!r}; policies: {', '.join(_POLICIES)}, or a .toml file")
     return _POLICIES[name]

@@ -59,6 +59,7 @@ class Policy:
             stages such a module has its recipe's fprop, with an outer scale a row, and a BF16 backward.
         bf16_forward_from: the step from which fprop runs in BF16, which recovers most of a run's late gap; None: never.
         mean_split: split the mean over tokens off x while pretraining (see Recipe).
+        stats_every: steps between live statistics of the quantizers (fp4ext.audit.Monitor); 0: none.
     """
 
     name: str
@@ -70,8 +71,11 @@ class Policy:
     rules: tuple[tuple[str, Recipe], ...] = ()
     bf16_forward_from: int | None = None
     mean_split: bool = False
+    stats_every: int = 0
 
     def __post_init__(self):
+        if isinstance(self.stats_every, bool) or not isinstance(self.stats_every, int) or self.stats_every < 0:
+            raise ValueError(f"stats_every is {self.stats_every!r}; accepted: a whole number of steps, 0 for never")
         if not 0 <= self.keep_last <= 1:
             raise ValueError(f"keep_last is {self.keep_last}; accepted: a share from 0 to 1")
         if isinstance(self.keep, str) or not all(isinstance(pattern, str) for pattern in self.keep):
@@ -106,6 +110,10 @@ class Policy:
     def keeps(self, name: str) -> bool:
         """Whether the module of that name stays in BF16 whatever the stage."""
         return any(matches(name, pattern) for pattern in self.keep)
+
+    def log_stats(self, every: int = 50) -> Policy:
+        """A copy whose quantizers are watched while training: see fp4ext.audit.Monitor."""
+        return replace(self, stats_every=every)
 
     def with_(self, **changes) -> Policy:
         """A copy with some fields changed, e.g. policies.get("end_to_end").with_(keep_last=0.15)."""

@@ -434,8 +434,8 @@ def test_the_trainers_backward_is_bf16_on_the_dequantized_operands():
         _, dx, dw, _ = run(m, x, dy)
     fprop = m.policy.recipe("rl_sampler", "").fprop
     w_hat, x_hat = (quantize(t.detach(), s).dequantize(torch.bfloat16) for t, s in ((m.weight, fprop.w), (x, fprop.x)))
-    assert_bytes_equal(dx, dy @ w_hat)
-    assert_bytes_equal(dw, (dy.T @ x_hat).float())
+    assert_bytes_equal(dx, gemm(dy, w_hat.mT))
+    assert_bytes_equal(dw, gemm(dy.mT, x_hat.mT, out_dtype=torch.float32))
 
 
 def test_a_step_switches_the_forward_to_bf16():

@@ -51,6 +51,9 @@ SAMPLES = {
         (x(2, 4, 3, 8), x(2, 2, 9, 8), x(2, 2, 9, 8), torch.tensor([0, 6]), 0.5),
         (x(1, 2, 5, 16).bfloat16(), x(1, 2, 5, 16), x(1, 2, 5, 16), None, 0.25),
     ],
+    "gemm_add": lambda: [
+        (*quantized(), "nvfp4", *quantized(MX, 16), "mxfp8", torch.ones(16), x(24, 16), "invariant", "auto")
+    ],
     "grouped_gemm": lambda: [
         (*quantized(), "nvfp4", x(3, 16, 40), None, None, "fp32", ENDS, "bfloat16", "invariant", "auto"),
         (x(16, 24), None, None, "fp32", x(8, 24), None, None, "fp32", ENDS, "float32", "fast", "cpu"),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fp4ext
-from fp4ext import Fprop, PackedLinear, Policy, Recipe, Spec
+from fp4ext import Fprop, Policy, QuantizedExperts, QuantizedLinear, Recipe, Spec
 from fp4ext.testing import assert_bytes_equal, generate
 
 
@@ -18,7 +18,7 @@ def make(policy="end_to_end", bias=True):
 
 def forward(model, x, dtype=torch.bfloat16):
     with fp4ext.stage("rl_sampler"), torch.no_grad(), torch.autocast("cpu", dtype, dtype != torch.float32):
-        return model(x)
+        return model(*x) if isinstance(x, tuple) else model(x)
 
 
 @pytest.mark.parametrize("policy", ["end_to_end", "nvidia", "mxfp8"])
@@ -27,7 +27,7 @@ def forward(model, x, dtype=torch.bfloat16):
 def test_the_same_bits(policy, bias, dtype):
     model, x = make(policy, bias), generate("gaussian", 2, 5, 64)
     packed = fp4ext.pack(model)
-    assert type(packed[0]) is PackedLinear and not packed.training
+    assert type(packed[0]) is QuantizedLinear and not packed.training
     assert_bytes_equal(forward(packed, x, dtype), forward(model, x, dtype))
     assert_bytes_equal(forward(packed, x[0, 0], dtype), forward(model, x[0, 0], dtype))
 
@@ -38,8 +38,8 @@ def test_the_model_stays_and_no_weight_is_copied():
     packed = fp4ext.pack(model)
     assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in model.named_parameters())
     assert isinstance(model[0], fp4ext.Linear) and model.training
-    assert sum(p.numel() for p in packed.parameters()) == 2 * 40  # the LayerNorm's
-    assert packed[0].nbytes == 64 * 96 * 9 // 16 + 4 + 4 * 96
+    assert sum(p.numel() for p in packed.parameters()) == 2 * 40 + 96 + 40  # the LayerNorm's and the biases
+    assert [w.nbytes for w in fp4ext.packed_weights(packed)] == [64 * 96 * 9 // 16 + 4, 96 * 40 * 9 // 16 + 4]
 
 
 def test_refit_is_in_place_and_exact():
@@ -69,8 +69,6 @@ def test_refusals():
     noisy = Recipe(Fprop(Spec("nvfp4", rounding="stochastic"), Spec("nvfp4", rounding="stochastic")))
     with pytest.raises(ValueError, match="is random .*; accepted: one that rounds weights to nearest"):
         fp4ext.pack(make(Policy("noisy", noisy)))
-    with pytest.raises(ValueError, match="leaves weights as they are"):
-        PackedLinear(fp4ext.Linear(32, 32, policy="bf16"))
     with pytest.raises(ValueError, match="the model has no '2'; accepted: the model that was packed"):
         fp4ext.refit(fp4ext.pack(make()), make()[:2])
 
@@ -96,7 +94,7 @@ OFFSETS = torch.tensor([3, 3, 10, 11, 20], dtype=torch.int32)
 def test_experts_give_the_same_bits(policy, dtype):
     model, x = Mixture(policy), generate("gaussian", 22, 64)
     packed = fp4ext.pack(model)
-    assert type(packed.experts) is fp4ext.PackedExperts
+    assert type(packed.experts) is QuantizedExperts
     run = lambda m: forward(lambda x: m(x, OFFSETS), x, dtype)  # noqa: E731
     assert_bytes_equal(run(packed), run(model))
     places = [t.data_ptr() for t in packed.experts.gate_up_proj.tensors().values()]
@@ -113,8 +111,6 @@ def test_packed_experts_are_small():
     """4.5 bits a weight and an outer scale an expert and matrix; no parameter is left."""
     packed = fp4ext.pack(Mixture()).experts
     weights = 5 * 3 * 64 * 32
-    assert packed.nbytes == weights * 9 // 16 + 2 * 5 * 4
+    assert sum(w.nbytes for w in packed.weights) == weights * 9 // 16 + 2 * 5 * 4
     assert not list(packed.parameters()) and "4.51 bits" in repr(packed)
     assert type(fp4ext.pack(Mixture("bf16")).experts) is fp4ext.Experts
-    with pytest.raises(ValueError, match="leaves weights as they are"):
-        fp4ext.PackedExperts(Mixture("bf16").experts)

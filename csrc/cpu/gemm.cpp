@@ -31,6 +31,8 @@ constexpr int64_t kGrain = 1 << 16;      // multiplications worth a thread
 
 const GemmKernel& block_kernel(bool both_e4m3) { FP4EXT_DISPATCH(gemm_block_kernel(both_e4m3)); }
 const GemmKernel& lane_kernel() { FP4EXT_DISPATCH(gemm_lane_kernel()); }
+const GemmFew& block_few(bool both_e4m3) { FP4EXT_DISPATCH(gemm_block_few(both_e4m3)); }
+const GemmFew& lane_few() { FP4EXT_DISPATCH(gemm_lane_few()); }
 void finish(const GemmRow& row, float* y) { FP4EXT_DISPATCH(gemm_finish(row, y)); }
 void finish(const GemmRow& row, uint16_t* y) { FP4EXT_DISPATCH(gemm_finish(row, y)); }
 
@@ -55,13 +57,17 @@ struct Scratch {
 // Rows [row, row + rows) of x, packed, times every row of w.
 struct Pass {
   const GemmKernel& kernel;
+  const GemmFew& few;
   const GemmArgs& args;
   int64_t row, rows;
   int64_t packed_at;  // where its rows lie in the packed bytes of the wave
 
-  int64_t row_bytes() const { return round_up(args.k, 16) / 16 * kernel.x_bytes; }
-  int64_t tiles() const { return (rows + kernel.tile_rows - 1) / kernel.tile_rows; }
+  bool is_few() const { return rows <= few.rows; }
+  int64_t row_bytes() const { return round_up(args.k, 32) / 16 * (is_few() ? few.x_bytes : kernel.x_bytes); }
+  int64_t tile_rows() const { return is_few() ? few.rows : kernel.tile_rows; }
+  int64_t tiles() const { return (rows + tile_rows() - 1) / tile_rows(); }
   void pack(int64_t tile, uint8_t* packed) const {
+    if (is_few()) return few.pack_x(args.x, row, static_cast<int>(rows), args.k, packed + packed_at);
     const int64_t r = tile * kernel.tile_rows;
     const int n = static_cast<int>(std::min<int64_t>(kernel.tile_rows, rows - r));
     kernel.pack_x(args.x, row + r, n, args.k, packed + packed_at + r * row_bytes());
@@ -72,15 +78,12 @@ struct Pass {
   int64_t strips() const { return (args.w.rows + kernel.strip_columns() - 1) / kernel.strip_columns(); }
   int64_t part_rows(int64_t passes) const {
     const int64_t items = strips() * passes, wanted = std::min((kManyItems + items - 1) / items, (rows + kMinRows - 1) / kMinRows);
-    return round_up((rows + wanted - 1) / wanted, kernel.tile_rows);
+    return is_few() ? rows : round_up((rows + wanted - 1) / wanted, kernel.tile_rows);
   }
 
-  // Rows [begin, end) of the pass times the columns of one strip.
-  void multiply(int64_t column, int64_t begin, int64_t end, const uint8_t* packed, const Scratch& scratch) const {
+  void multiply_panels(int64_t column, int columns, int64_t begin, int64_t end, const uint8_t* packed, const Scratch& scratch) const {
     const int64_t k = args.k;
-    const int columns = static_cast<int>(std::min<int64_t>(kernel.strip_columns(), args.w.rows - column));
     const int vectors = (columns + kernel.lanes - 1) / kernel.lanes;
-    if (k == 0) std::fill_n(scratch.total.get(), (end - begin) * kernel.strip_columns(), 0.0f);
     for (int64_t k0 = 0; k0 < k; k0 += kernel.step) {
       const int64_t k1 = std::min(k, k0 + kernel.step);
       kernel.pack_w(args.w, column, columns, k0, k1, scratch.panel.get());
@@ -99,11 +102,26 @@ struct Pass {
         kernel.multiply(tile);
       }
     }
+  }
+
+  // Rows [begin, end) of the pass times the columns of one strip.
+  void multiply(int64_t column, int64_t begin, int64_t end, const uint8_t* packed, const Scratch& scratch) const {
+    const int64_t k = args.k;
+    const int columns = static_cast<int>(std::min<int64_t>(kernel.strip_columns(), args.w.rows - column));
+    if (k == 0) std::fill_n(scratch.total.get(), (end - begin) * kernel.strip_columns(), 0.0f);
+    if (is_few() && k > 0)
+      few.multiply(packed + packed_at, static_cast<int>(rows), args.w, column, columns, k, scratch.total.get(), kernel.strip_columns());
+    else
+      multiply_panels(column, columns, begin, end, packed, scratch);
     std::vector<double> g_w(columns);
     for (int c = 0; c < columns; ++c) g_w[c] = global_of(args.w, column + c);
     for (int64_t r = begin; r < end; ++r) {
-      const GemmRow result = {scratch.total.get() + (r - begin) * kernel.strip_columns(), g_w.data(), global_of(args.x, row + r),
-                              args.bias ? args.bias + column : nullptr, columns};
+      const GemmRow result = {scratch.total.get() + (r - begin) * kernel.strip_columns(),
+                              g_w.data(),
+                              global_of(args.x, row + r),
+                              args.bias ? args.bias + column : nullptr,
+                              columns,
+                              args.add};
       const int64_t at = (row + r) * args.w.rows + column;
       if (args.y_bf16)
         finish(result, static_cast<uint16_t*>(args.y) + at);
@@ -118,7 +136,7 @@ void run(const GemmKernel& kernel, const std::vector<Pass>& wave, uint8_t* packe
   const int64_t passes = static_cast<int64_t>(wave.size());
   share(
       passes, kGrain, parallel, [&](int64_t p) { return wave[p].tiles(); },
-      [&](int64_t p) { return kernel.tile_rows * (wave[p].args.k + 1); },
+      [&](int64_t p) { return wave[p].tile_rows() * (wave[p].args.k + 1); },
       [&](int64_t p, int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) wave[p].pack(t, packed);
       });
@@ -149,6 +167,7 @@ void gemm(std::span<const GemmArgs> products, const Parallel& parallel) {
   const bool block_order = x.elem == Elem::e2m1 && w.elem == Elem::e2m1;
   const bool both_e4m3 = x.scale == ScaleElem::e4m3 && w.scale == ScaleElem::e4m3;
   const GemmKernel& kernel = block_order ? block_kernel(both_e4m3) : lane_kernel();
+  const GemmFew& few = block_order ? block_few(both_e4m3) : lane_few();
 
   std::vector<Pass> wave;
   Buffer<uint8_t> packed;
@@ -161,7 +180,7 @@ void gemm(std::span<const GemmArgs> products, const Parallel& parallel) {
   for (const GemmArgs& args : products) {
     if (args.w.rows == 0) continue;
     for (int64_t row = 0; row < args.x.rows; row += kPassRows) {
-      wave.push_back({kernel, args, row, std::min(kPassRows, args.x.rows - row), bytes});
+      wave.push_back({kernel, few, args, row, std::min(kPassRows, args.x.rows - row), bytes});
       bytes += round_up(wave.back().rows * wave.back().row_bytes(), 64);
       if (bytes >= kWaveBytes) run_wave();
     }

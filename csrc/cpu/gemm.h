@@ -52,6 +52,7 @@ struct GemmArgs {
   const float* bias;  // [w.rows] or null
   void* y;            // [x.rows, w.rows]
   bool y_bf16;        // or fp32
+  bool add;           // y += the product, in fp32
 };
 
 // Several products of the same formats as one piece of work: the experts of a group. Any size may be 0.

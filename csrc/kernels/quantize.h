@@ -51,7 +51,7 @@ struct QuantizeArgs {
   Input in;
   QuantizeSpec spec;
   uint32_t role;
-  Copy row, col;
+  Copy copies[2];  // row-wise, column-wise
 };
 cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream);
 

@@ -29,18 +29,31 @@ class OnDevice {
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream_) == 0, "no current CUDA stream");
   }
   cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_); }
+  static int index(const Tensor& t) { return t.get_device_index(); }
 
  private:
   torch::stable::accelerator::DeviceGuard guard_;
   void* stream_ = nullptr;
 };
 inline std::string error_text(cudaError_t error) { return cudaGetErrorString(error); }
+// Whether the legacy stream's work would end up in a graph that is being recorded.
+inline bool is_recording() {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  void* stream = nullptr;
+  int device = 0;
+  cudaGetDevice(&device);
+  aoti_torch_get_current_cuda_stream(device, &stream);
+  cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  return status != cudaStreamCaptureStatusNone;
+}
 #else
 struct OnDevice {
   explicit OnDevice(const Tensor&) {}
   cudaStream_t stream() const { return nullptr; }
+  static int index(const Tensor&) { return simt::options().device; }
 };
 inline std::string error_text(cudaError_t) { return simt::last_error(); }
+inline bool is_recording() { return false; }
 #endif
 
 inline void check_launch(const char* what, cudaError_t error) {

@@ -38,9 +38,9 @@ struct Tokens {
   }
 };
 
-Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format,
-                    const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format,
-                    const Tensor& offsets, std::string out_dtype, std::string accumulate, std::string backend) {
+Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, Text x_format,
+                    const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, Text w_format,
+                    const Tensor& offsets, Text out_dtype, Text accumulate, Text backend) {
   const bool y_bf16 = is_bf16(out_dtype);
   check_choices(accumulate, backend);
   STD_TORCH_CHECK(w_codes.dim() == 3 || w_codes.dim() == 2, "w_codes has shape ", describe(sizes_of(w_codes)),
@@ -65,7 +65,7 @@ Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::
     for (int64_t e = 0; e < experts; ++e) {
       const int64_t row = bounds[e], rows = bounds[e + 1] - row;
       products.push_back({part(x, e, row, rows, 0, x.operand.k_stored, row), part(w, e, e * n, n, 0, w.operand.k_stored, e * n), k, nullptr,
-                          p + row * n * y_bytes, y_bf16});
+                          p + row * n * y_bytes, y_bf16, false});
     }
     cpu::gemm(products, torch_threads());
     std::memset(p + bounds.back() * n * y_bytes, 0, (m - bounds.back()) * n * y_bytes);  // rows of no expert
@@ -80,7 +80,7 @@ Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t x_k = in_x.starts[e + 1] - in_x.starts[e], w_k = in_w.starts[e + 1] - in_w.starts[e];
     products.push_back({part(x, e, 0, m, in_x.starts[e], x_k, e * m), part(w, e, 0, n, in_w.starts[e], w_k, e * n), std::min(x_k, w_k),
-                        nullptr, p + e * m * n * y_bytes, y_bf16});
+                        nullptr, p + e * m * n * y_bytes, y_bf16, false});
   }
   cpu::gemm(products, torch_threads());
   return y;

@@ -147,7 +147,7 @@ class Grouped {
   Quantized out_;
 };
 
-std::tuple<Tensor, Tensor, Tensor> grouped_quantize(const Tensor& x, optional<Tensor> offsets, string spec, int64_t axis,
+std::tuple<Tensor, Tensor, Tensor> grouped_quantize(const Tensor& x, optional<Tensor> offsets, Text spec, int64_t axis,
                                                     optional<Tensor> rng, int64_t role) {
   cpu::QuantizeArgs args = check_quantization(check_float("x", x), spec, axis, rng, role);
   const Tensor dense = torch::stable::contiguous(x);
@@ -156,8 +156,8 @@ std::tuple<Tensor, Tensor, Tensor> grouped_quantize(const Tensor& x, optional<Te
   return {r.codes, r.scales, r.global};
 }
 
-std::tuple<Tensor, Tensor, Tensor> grouped_requantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, string format,
-                                                      int64_t k, optional<Tensor> offsets, string spec, int64_t axis, optional<Tensor> rng,
+std::tuple<Tensor, Tensor, Tensor> grouped_requantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, Text format,
+                                                      int64_t k, optional<Tensor> offsets, Text spec, int64_t axis, optional<Tensor> rng,
                                                       int64_t role) {
   const Stored input(codes, scales, global_scale, format, k);
   const cpu::QuantizeArgs args = check_quantization(cpu::Dtype::fp32, spec, axis, rng, role);

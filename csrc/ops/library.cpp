@@ -28,6 +28,10 @@ STABLE_TORCH_LIBRARY(fp4ext, m) {
       " Tensor? bias, str out_dtype, str accumulate, str backend) -> Tensor");
   m.def("attention(Tensor q, Tensor k, Tensor v, Tensor? start, float scale) -> Tensor");
   m.def(
+      "gemm_add(Tensor x_codes, Tensor? x_scales, Tensor? x_global, str x_format,"
+      " Tensor w_codes, Tensor? w_scales, Tensor? w_global, str w_format,"
+      " Tensor? bias, Tensor(a!) out, str accumulate, str backend) -> ()");
+  m.def(
       "grouped_gemm(Tensor x_codes, Tensor? x_scales, Tensor? x_global, str x_format,"
       " Tensor w_codes, Tensor? w_scales, Tensor? w_global, str w_format,"
       " Tensor offsets, str out_dtype, str accumulate, str backend) -> Tensor");

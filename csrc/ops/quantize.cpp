@@ -111,14 +111,14 @@ Result run(Job& job, const optional<Tensor>& amax) {
   return {codes, scales, global};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng, int64_t role,
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, Text spec, int64_t axis, optional<Tensor> rng, int64_t role,
                                             optional<Tensor> amax) {
   Job job(x, spec, axis, rng, role);
   auto r = run(job, amax);
   return {r.codes, r.scales, r.global};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const Tensor& x, string row_spec, string col_spec,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const Tensor& x, Text row_spec, Text col_spec,
                                                                            optional<Tensor> row_rng, optional<Tensor> col_rng,
                                                                            int64_t role) {
   Job row(x, row_spec, -1, row_rng, role), col(x, col_spec, -2, col_rng, role);
@@ -131,15 +131,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const
   return {r.codes, r.scales, r.global, c.codes, c.scales, c.global};
 }
 
-std::tuple<Tensor, Tensor, Tensor> requantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, string format,
-                                              int64_t k, string spec, int64_t axis, optional<Tensor> rng, int64_t role) {
+std::tuple<Tensor, Tensor, Tensor> requantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, Text format, int64_t k,
+                                              Text spec, int64_t axis, optional<Tensor> rng, int64_t role) {
   const Stored input(codes, scales, global_scale, format, k);
   Job job(input, spec, axis, rng, role);
   auto r = run(job, {});
   return {r.codes, r.scales, r.global};
 }
 
-Tensor amax(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng) {
+Tensor amax(const Tensor& x, Text spec, int64_t axis, optional<Tensor> rng) {
   Job job(x, spec, axis, rng, 0);
   STD_TORCH_CHECK(job.args.spec.outer != OuterKind::none, "amax: this format has no outer scale");
   Tensor out = job.new_global();

@@ -127,14 +127,14 @@ struct Job {
     copy.outer_enc = e, copy.outer_dec = d;
   }
   void run(const OnDevice& device, const Job* other = nullptr) const {
-    kernels::QuantizeArgs args{in, spec, role, {}, {}};
-    (copy.colwise ? args.col : args.row) = copy;
-    if (other) (other->copy.colwise ? args.col : args.row) = other->copy;
+    kernels::QuantizeArgs args{in, spec, role, {}};
+    args.copies[copy.colwise] = copy;
+    if (other) args.copies[other->copy.colwise] = other->copy;
     check_launch("quantize", kernels::quantize(args, device.stream()));
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng, int64_t role,
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, Text spec, int64_t axis, optional<Tensor> rng, int64_t role,
                                             optional<Tensor> amax) {
   Job job(x, spec, axis, rng, role);
   if (amax) {
@@ -150,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, string spec, int64_
   return {*job.codes, *job.scales, job.global};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const Tensor& x, string row_spec, string col_spec,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const Tensor& x, Text row_spec, Text col_spec,
                                                                            optional<Tensor> row_rng, optional<Tensor> col_rng,
                                                                            int64_t role) {
   Job row(x, row_spec, -1, row_rng, role), col(x, col_spec, -2, col_rng, role);
@@ -168,8 +168,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const
   return {*row.codes, *row.scales, row.global, *col.codes, *col.scales, col.global};
 }
 
-std::tuple<Tensor, Tensor, Tensor> requantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, string format,
-                                              int64_t k, string spec, int64_t axis, optional<Tensor> rng, int64_t role) {
+std::tuple<Tensor, Tensor, Tensor> requantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, Text format, int64_t k,
+                                              Text spec, int64_t axis, optional<Tensor> rng, int64_t role) {
   const Stored input(codes, scales, global_scale, format, k);
   Job job(input, spec, axis, rng, role);
   const OnDevice device(codes);
@@ -178,7 +178,7 @@ std::tuple<Tensor, Tensor, Tensor> requantize(const Tensor& codes, const Tensor&
   return {*job.codes, *job.scales, job.global};
 }
 
-Tensor amax(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng) {
+Tensor amax(const Tensor& x, Text spec, int64_t axis, optional<Tensor> rng) {
   const Job job(x, spec, axis, rng, 0);
   STD_TORCH_CHECK(job.spec.outer != OuterKind::none, "amax: this format has no outer scale");
   return job.measure(OnDevice(x));

@@ -54,6 +54,12 @@ def restack(name: str, weight: Weight, alternating: bool, layout: Layout) -> tup
     return f"{match['experts']}.{both}", weight if alternating else reorder(weight, interleave(rows(weight)))
 
 
+def as_named(name: str, weight: Weight) -> tuple[str, Weight]:
+    """A stack whose rows alternate, in the arrangement that its name promises: gate_up_proj has all of gate first."""
+    in_halves = naming.STACK.match(name)["part"] == "gate_up_proj"
+    return name, reorder(weight, separate(rows(weight))) if in_halves else weight
+
+
 def stack(experts: str, parts: dict[str, dict[int, Weight]], layout: Layout) -> tuple[str, Weight]:
     """Matrices of their own, part → expert → weight, as one stack: gate and up, or down."""
     both, down = names_of_stack(layout)

@@ -48,6 +48,9 @@ class Checkpoint(Mapping):
         weight = self.weight(name)
         return weight.q if isinstance(weight, Stored) else weight
 
+    def __contains__(self, name) -> bool:
+        return name in self._groups
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._groups)
 
@@ -67,10 +70,7 @@ class Checkpoint(Mapping):
     def shape(self, name: str) -> tuple[int, ...]:
         """The logical shape, from the headers alone."""
         group, fmt = self._groups[name], self._formats[name]
-        if fmt is None:
-            return self.folder.slots[name].shape
-        scales = next(self.folder.slots[group[role]].shape for role in ("scale", "scales") if role in group)
-        return (*scales[:-1], scales[-1] * fmt.block)
+        return self.folder.slots[name].shape if fmt is None else self.layout.shape(name, group, self.folder, fmt)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a plain weight, or that in which the model computes."""

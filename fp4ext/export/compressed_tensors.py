@@ -82,17 +82,21 @@ class CompressedTensors(Layout):
         q = weight.q
         if q.format is MXFP8:
             return Pieces({name: q.codes, f"{prefix}weight_scale": q.scales.view(U8)})
-        tensors = {f"{prefix}weight_packed": q.codes}
         if q.format is MXFP4:
-            return Pieces(tensors | {f"{prefix}weight_scale": q.scales.view(U8)})
+            return Pieces({f"{prefix}weight_packed": q.codes, f"{prefix}weight_scale": q.scales.view(U8)})
+        if bool((weight.outer.numerator == 0).any()):  # a dead expert: 1/0 is no divisor
+            weight = weight.without_zero_scales()
         g, exact = weight.outer.as_divisor()
         if not bool(((g > 0) & g.isfinite()).all()):
-            raise Refused(
-                f"{name!r}: outer scale {weight.outer.value.item()} has no fp32 divisor; accepted: a normal one"
-            )
+            what = f"outer scale {weight.outer.value.item():.3g} has no fp32 divisor"
+            raise Refused(f"{name!r}: {what}; accepted: a normal number")
         if not exact:
             lost = "1/global_scale is rounded to fp32 (relative 2^-24)"
-        tensors |= {f"{prefix}weight_scale": q.scales, f"{prefix}weight_global_scale": g.reshape(1)}
+        tensors = {
+            f"{prefix}weight_packed": weight.q.codes,
+            f"{prefix}weight_scale": weight.q.scales,
+            f"{prefix}weight_global_scale": g.reshape(1),
+        }
         if weight.input_amax is not None:
             tensors[f"{prefix}input_global_scale"] = (STOCK / weight.input_amax).reshape(1)
         return Pieces(tensors, lost=lost)

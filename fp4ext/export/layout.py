@@ -73,6 +73,11 @@ class Layout(ABC):
             Refused: a companion is missing, or one is there that the others do not explain.
         """
 
+    def shape(self, name: str, group: Group, folder: Folder, fmt: Format) -> tuple[int, ...]:
+        """The logical shape of a quantized weight, from the headers alone."""
+        scales = next(folder.slots[group[role]].shape for role in ("scale", "scales") if role in group)
+        return (*scales[:-1], scales[-1] * fmt.block) if scales else ()
+
     @abstractmethod
     def read(self, name: str, group: Group, folder: Folder, dtype: torch.dtype) -> Stored:
         """A weight of the folder. Raises Refused for what cannot be one."""

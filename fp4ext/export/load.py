@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..experts import Experts
 from ..policy import Policy
 from ..qtensor import QTensor
-from ..quantized import QuantizedLinear
+from ..quantized import QuantizedExperts, QuantizedLinear
 from . import naming
 from .checkpoint import Checkpoint
 from .errors import Refused
@@ -28,8 +29,8 @@ def load(
     Args:
         path: a folder or a .safetensors file, plain or in any layout.
         model: a module whose parameters have the checkpoint's names; on the meta device it takes no memory before.
-            Its linear layers with a quantized weight become QuantizedLinear, in place; other quantized weights are
-            dequantized into their parameters.
+            Its linear layers with a quantized weight become QuantizedLinear, in place, and its fp4ext.Experts
+            QuantizedExperts; other quantized weights are dequantized into their parameters.
         policy: whose sampler quantizes the packed layers' inputs, where in the weights' format.
         progress: show a bar on stderr; default: on a terminal.
 
@@ -46,22 +47,32 @@ def load(
         raise Refused(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
     modules = dict(model.named_modules())
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    _check_names(checkpoint, state)
+    known = [name for name in checkpoint if name not in _recomputed(modules)]
+    _check_names(checkpoint, known, state)
     new: dict[str, Tensor | QTensor] = {}
-    with Bar(sum(map(checkpoint.nbytes, checkpoint)), progress) as bar:
-        for name in checkpoint:
+    with Bar(sum(map(checkpoint.nbytes, known)), progress) as bar:
+        for name in known:
             new[name] = _fitted(checkpoint, name, state[name], modules)
             bar.advance(checkpoint.nbytes(name), name)
     _put(model, state, new)
     for name, value in new.items():
         if isinstance(value, QTensor):
-            _pack(model, name, value, policy)
+            _pack(model, name, value, new, policy)
     return model
 
 
-def _check_names(checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
-    unknown = [name for name in checkpoint if name not in state]
-    tied = {id(state[name]) for name in checkpoint if name in state}
+def _recomputed(modules: dict[str, nn.Module]) -> set[str]:
+    """Buffers that a model makes for itself (position tables): old checkpoints have some, and they don't count."""
+    return {
+        f"{name}.{leaf}" if name else leaf
+        for name, module in modules.items()
+        for leaf in module._non_persistent_buffers_set
+    }
+
+
+def _check_names(checkpoint: Checkpoint, known: list[str], state: dict[str, Tensor]) -> None:
+    unknown = [name for name in known if name not in state]
+    tied = {id(state[name]) for name in known if name in state}
     missing = [name for name, t in state.items() if name not in checkpoint and id(t) not in tied]
     for what, names in (("the model has no", unknown), ("it lacks", missing)):
         if names:
@@ -79,7 +90,10 @@ def _fitted(checkpoint: Checkpoint, name: str, old: Tensor, modules: dict[str, n
     if shape != tuple(old.shape):
         raise Refused(f"{checkpoint.folder.path}: {name!r} is {shape}; accepted: {tuple(old.shape)}, as in the model")
     owner, _, leaf = name.rpartition(".")
-    if isinstance(value, QTensor) and owner and isinstance(modules.get(owner), nn.Linear) and leaf == "weight":
+    module = modules.get(owner)
+    if isinstance(value, QTensor) and owner and isinstance(module, nn.Linear) and leaf == "weight":
+        return value
+    if isinstance(value, QTensor) and owner and type(module) is Experts and _packs(checkpoint, owner):
         return value
     dtype = old.dtype if old.dtype.is_floating_point else None
     if isinstance(value, QTensor):
@@ -102,10 +116,21 @@ def _put(model: nn.Module, state: dict[str, Tensor], new: dict[str, Tensor | QTe
                 module._buffers[leaf] = values[id(b)]
 
 
-def _pack(model: nn.Module, name: str, weight: QTensor, policy: Policy | str) -> None:
-    """Put a packed layer in the place of a linear one."""
-    owner = name.rpartition(".")[0]
+def _packs(checkpoint: Checkpoint, owner: str) -> bool:
+    """Whether both stacks of an fp4ext.Experts are quantized."""
+    names = [f"{owner}.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
+    return all(name in checkpoint and checkpoint.format(name) is not None for name in names)
+
+
+def _pack(model: nn.Module, name: str, weight: QTensor, new, policy: Policy | str) -> None:
+    """Put a packed layer in the place of a linear one, or of experts once both stacks are there."""
+    owner, _, leaf = name.rpartition(".")
     old = model.get_submodule(owner)
-    layer = QuantizedLinear.of(weight, old.bias, policy, owner).train(old.training)
-    parent, _, leaf = owner.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, layer)
+    if isinstance(old, nn.Linear):
+        layer = QuantizedLinear.of(weight, old.bias, policy, owner)
+    elif leaf == "gate_up_proj":
+        layer = QuantizedExperts.of(weight, new[f"{owner}.down_proj"], policy, owner)
+    else:
+        return
+    parent, _, last = owner.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer.train(old.training))

@@ -49,8 +49,10 @@ def why_not_linear(name: str, shape: tuple[int, ...]) -> str | None:
         return f"{len(shape)}-D, and no stack of experts"
     if not name.endswith(".weight"):
         return "its name does not end with .weight"
-    part = next((p for p in module(name).split(".") for pattern in NOT_LINEAR if fnmatchcase(p.lower(), pattern)), None)
-    return f"{part}: not a matrix of an inner linear layer" if part else None
+    parts = [part.lower() for part in module(name).split(".")]
+    if any(fnmatchcase(part, pattern) for part in parts for pattern in NOT_LINEAR):
+        return "an embedding, norm, convolution or head, by its name"
+    return None
 
 
 def together(name: str, names) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from .. import formats
 from ..qtensor import QTensor
 from .errors import Refused
 from .folder import Folder
+from .header import MAX_RANK
 from .layout import Layout, Pieces
 from .stored import Stored, check_scales
 
@@ -44,8 +45,15 @@ class Native(Layout):
             raise Refused(f"{folder.path}: {name!r} has format {said!r}; accepted: {', '.join(formats.FORMATS)}")
         return formats.FORMATS[said]
 
+    def shape(self, name, group, folder, fmt):
+        said = folder.metadata.get(f"{name}.shape", "").split(",")
+        if len(said) > MAX_RANK or not all(n.isascii() and n.isdecimal() and len(n) < 16 for n in said):
+            raise Refused(f"{folder.path}: {name!r} has no shape; accepted: lengths such as '64,128'")
+        return tuple(map(int, said))
+
     def read(self, name, group, folder, dtype):
         fmt = self.format(name, group, folder)
+        self.shape(name, group, folder, fmt)
         tensors = {f"{name}.{role}": folder.read(tensor) for role, tensor in group.items()}
         try:
             q = QTensor.from_safetensors(name, tensors, folder.metadata)

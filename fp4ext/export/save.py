@@ -7,14 +7,14 @@ from names, shapes and dtypes, and refused if it must be; then bytes are read; t
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .. import formats, ops, policies
+from .. import ops
 from ..policy import Policy
 from ..quantize import quantize
 from ..spec import Spec
@@ -23,15 +23,11 @@ from .against import against
 from .checkpoint import Checkpoint
 from .errors import Refused
 from .layout import Layout, Written
+from .plan import Filter, Plan, chooser
 from .progress import Bar
 from .source import Source, source_of
 from .stored import Stored, check_scales
 from .writer import SHARD, Writer, check_target
-
-SMALL = 1024  # elements: below, scales and names cost more than codes save
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-Filter = Callable[[str, tuple[int, ...]], bool]
 
 
 @dataclass
@@ -122,133 +118,27 @@ def save(
         raise Refused(f"like is in layout {like.layout.name}; accepted: {layout.name}, the layout to write")
     with tempfile.TemporaryDirectory(prefix="fp4ext-") as scratch:
         src = source_of(source, Path(scratch))
-        job = _Job(src, layout, _chooser(policy, layout, src), filter, like, input_amax or {}, requantize, folder)
-        job.plan()
-        with Bar(sum(map(src.nbytes, src.names())), progress) as bar, Writer(folder, shard, overwrite) as writer:
+        plan = Plan(src, layout, chooser(policy, layout, src), filter, requantize)
+        report = Report(layout.name, folder, left=plan.left, was=sum(map(src.nbytes, plan.names)))
+        job = _Job(src, layout, plan, like, input_amax or {}, report)
+        with Bar(report.was, progress) as bar, Writer(folder, shard, overwrite) as writer:
             job.run(writer, bar)
-    return job.report
-
-
-def _chooser(policy, layout: Layout, src: Source) -> Callable[[str], Spec | None]:
-    """Weight name → the Spec it is quantized by, None where the policy keeps it."""
-    if policy is None and layout.formats == (formats.MXFP4,):
-        policy = "mxfp4"
-    if isinstance(policy, str) and policy not in policies.names():
-        try:
-            policy = Spec.parse(policy)
-        except ValueError as error:
-            raise Refused(
-                f"unknown policy {policy!r}; policies: {', '.join(policies.names())}; or a spec ({error})"
-            ) from None
-    if isinstance(policy, Spec):
-        if policy.needs_rng:
-            raise Refused(f"policy {policy}: weights are stored once; accepted: rounding nearest, rht none")
-        return lambda name: policy
-    if policy is not None and not isinstance(policy, Policy):
-        policy = policies.get(policy)
-    default = policy or policies.get("end_to_end")
-    if default.pretrain.fprop.w is None and default.rl_sampler is None and not default.rules:
-        raise Refused(f"policy {default.name} quantizes no weight; accepted: one that does")
-
-    def choose(name: str) -> Spec | None:
-        chosen = policy or src.policies.get(name) or default
-        return chosen.recipe("rl_sampler", naming.module(name)).fprop.w
-
-    choose.keep_last = default.keep_last
-    return choose
+    return report
 
 
 @dataclass
 class _Job:
     src: Source
     layout: Layout
-    spec_of: Callable[[str], Spec | None]
-    filter: Filter | None
+    plan: Plan
     like: Checkpoint | None
     input_amax: Mapping[str, float]
-    requantize: bool
-    folder: Path
-
-    def plan(self) -> None:
-        """Decide what becomes of each weight, from names, shapes and formats alone."""
-        self.report = Report(self.layout.name, self.folder, was=sum(map(self.src.nbytes, self.src.names())))
-        self.names = sorted(self.src.names(), key=naming.natural)
-        self.specs: dict[str, Spec] = {}
-        wanted: list[str] = []
-        for name in self.names:
-            fmt = self.src.format(name)
-            if fmt is not None:
-                self._plan_stored(name, fmt)
-                continue
-            why = self._why_plain(name)
-            if why is None:
-                wanted.append(name)
-            elif len(self.src.shape(name)) >= 2:
-                self.report.left[name] = why
-        last = getattr(self.spec_of, "keep_last", 0.0)
-        kept = wanted[len(wanted) - round(len(wanted) * last) :]
-        for name in kept:
-            self.report.left[name] = f"among the last {last:.0%} of layers, which the policy keeps in BF16"
-        for name in wanted[: len(wanted) - len(kept)]:
-            spec = self.spec_of(name)
-            reason = self.layout.why_not(self._target_name(name), spec.fmt)
-            if reason is not None:
-                raise Refused(f"{name!r}: {reason}; accepted: a policy whose weights the layout holds, or a filter")
-            if spec.outer == "row" and self.layout.name != "fp4ext":
-                raise Refused(f"{name!r}: {self.layout.name} has one outer scale a matrix, not one a row")
-            self.specs[name] = spec
-        if not self.specs and not any(map(self.src.format, self.names)):
-            raise Refused(f"{self.folder}: no weight would be quantized ({self.report.left or 'no matrices'})")
-
-    def _plan_stored(self, name: str, fmt: formats.Format) -> None:
-        shape = self.src.shape(name)
-        if self.layout.experts_only and not self._is_expert(name, shape):
-            return
-        reason = self.layout.why_not(self._target_name(name), fmt)
-        if reason is not None and not self.requantize:
-            raise Refused(f"{name!r}: {reason}; accepted: another layout, or requantize")
-
-    def _is_expert(self, name: str, shape: tuple[int, ...]) -> bool:
-        return bool(naming.is_stack(name, shape) and naming.STACK.match(name)) or bool(naming.SEPARATE.match(name))
-
-    def _target_name(self, name: str) -> str:
-        """A name of the kind that the layout will use for the weight."""
-        match = naming.STACK.match(name)
-        return f"{match['experts']}.0.down_proj.weight" if match and not self.layout.stacked else name
-
-    def _why_plain(self, name: str) -> str | None:
-        """Why a plain weight stays so, None where it can be quantized."""
-        src, shape = self.src, self.src.shape(name)
-        stack = naming.is_stack(name, shape)
-        why = naming.why_not_linear(name, shape)
-        if why is not None:
-            return why
-        if src.linear is not None and not stack and name not in src.linear:
-            return "not a linear layer's weight"
-        if stack and not naming.STACK.match(name) and self.layout.name != "fp4ext":
-            return "a stack of experts of unknown parts"
-        if self.layout.experts_only and not self._is_expert(name, shape):
-            return f"{self.layout.name} quantizes experts alone"
-        if src.dtype(name) not in _FLOATS:
-            return f"its dtype is {str(src.dtype(name)).removeprefix('torch.')}"
-        if torch.Size(shape).numel() < SMALL:
-            return "tiny"
-        spec = self.spec_of(name)
-        if spec is None:
-            return "the policy keeps modules of this name in BF16"
-        k = shape[-2] if stack and src.transposed else shape[-1]
-        if k % spec.fmt.block and self.layout.name != "fp4ext":
-            return f"K = {k} is not whole blocks of {spec.fmt.block}"
-        if self.filter is not None and not self.filter(name, shape):
-            return "the filter refused it"
-        return None
-
-    # Doing it
+    report: Report
 
     def run(self, writer: Writer, bar: Bar) -> None:
         """Read, quantize and write, a layer's worth at a time."""
         written = Written()
-        for names in self._units():
+        for names in self.plan.units():
             for name, weight in self._encoded(names):
                 self._write(writer, written, name, weight)
                 del weight
@@ -257,59 +147,34 @@ class _Job:
         writer.copies += [path for path in self.src.side_files if path.name not in writer.files]
         self.report.bytes = writer.bytes
 
-    def _units(self) -> Iterator[list[str]]:
-        """Weights that must be seen together: those that share an outer scale, those that become one stack."""
-        done: set[str] = set()
-        names = set(self.names)
-        for name in self.names:
-            if name in done:
-                continue
-            unit = [name]
-            match = naming.SEPARATE.match(name)
-            if match and self.layout.experts_only and (name in self.specs or self.src.format(name)):
-                part = naming.PARTS.get(match["part"], match["part"])
-                wanted = {"down_proj"} if part == "down_proj" else {"gate_proj", "up_proj"}
-                unit = [other for other in self.names if self._of_experts(other, match["experts"], wanted)]
-            elif name in self.specs and self.specs[name].outer in ("tensor", "pow2"):
-                unit = [
-                    n for n in naming.together(name, names) if n in self.specs and self.specs[n] == self.specs[name]
-                ]
-            done.update(unit)
-            yield unit
-
-    @staticmethod
-    def _of_experts(name: str, experts: str, parts: set[str]) -> bool:
-        match = naming.SEPARATE.match(name)
-        return bool(match) and match["experts"] == experts and naming.PARTS.get(match["part"], match["part"]) in parts
-
     def _encoded(self, names: list[str]) -> Iterator[tuple[str, Stored | Tensor]]:
         """The new checkpoint's weights that come of these."""
-        spec = self.specs.get(names[0])
+        spec = self.plan.specs.get(names[0])
         pieces = self._arranged(names, {name: self._load(name, spec) for name in names})
         together = spec is not None and spec.outer in ("tensor", "pow2")
         shared = self._shared_amax(pieces, spec) if together else {}
         for name, weight in pieces:
-            quantize_it = spec is not None and isinstance(weight, Tensor) and (len(names) > 1 or names[0] in self.specs)
-            yield name, self._quantized(name, weight, spec, shared.get(name)) if quantize_it else weight
+            fresh = spec is not None and isinstance(weight, Tensor)
+            yield name, self._quantized(name, weight, spec, shared.get(name)) if fresh else weight
 
     def _load(self, name: str, spec: Spec | None) -> Stored | Tensor:
         weight = self.src.weight(name)
         if isinstance(weight, Tensor):
             stack = naming.is_stack(name, tuple(weight.shape))
             return weight.mT if spec is not None and stack and self.src.transposed else weight
-        fits = self.layout.why_not(self._target_name(name), weight.q.format) is None
+        fits = self.layout.why_not(self.plan.target_name(name), weight.q.format) is None
         whole = weight.q.shape[-1] % weight.q.format.block == 0 and weight.per_matrix
-        if self.layout.experts_only and not self._is_expert(name, tuple(weight.q.shape)):
+        if self.layout.experts_only and not self.plan.is_expert(name, tuple(weight.q.shape)):
             plain = weight.q.dequantize(torch.bfloat16)
             if not torch.equal(plain.float(), weight.q.dequantize(torch.float32)):
                 self.report.lost[name] = "rounded to BF16: the layout quantizes experts alone"
             return plain
         if fits and (whole or self.layout.name == "fp4ext"):
             return weight
-        if not self.requantize:
+        if not self.plan.requantize:
             raise Refused(f"{name!r}: {weight.q} does not fit into {self.layout.name}; accepted: fp4ext, or requantize")
-        target = self.spec_of(name)
-        if target is None or self.layout.why_not(self._target_name(name), target.fmt):
+        target = self.plan.choose.spec_of(name)
+        if target is None or self.layout.why_not(self.plan.target_name(name), target.fmt):
             target = Spec(self.layout.formats[0].name)
         self.report.lost[name] = f"quantized anew, {weight.q.format} → {target.fmt}"
         return self._quantized(name, weight.q.dequantize(torch.float32), target, None)
@@ -317,7 +182,7 @@ class _Job:
     def _arranged(self, names: list[str], weights: dict[str, Stored | Tensor]) -> list[tuple[str, Stored | Tensor]]:
         """Under the names and in the arrangement of the layout."""
         name = names[0]
-        packed = name in self.specs or isinstance(weights[name], Stored)
+        packed = name in self.plan.specs or isinstance(weights[name], Stored)
         separate = naming.SEPARATE.match(name)
         if packed and separate and self.layout.experts_only:
             parts: dict[str, dict[int, Stored | Tensor]] = {}
@@ -331,6 +196,8 @@ class _Job:
                 return [arrange.restack(name, weights[name], alternating, self.layout)]
             if not self.layout.stacked:
                 return arrange.unstack(name, weights[name], alternating)
+            if alternating:
+                return [arrange.as_named(name, weights[name])]
         return [(n, weights[n]) for n in names]
 
     def _shared_amax(self, pieces, spec: Spec) -> dict[str, Tensor]:

@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..experts import Experts
 from ..formats import Format
 from ..linear import Linear
 from ..policy import Policy
 from ..qtensor import QTensor
-from ..quantized import QuantizedLinear
+from ..quantized import QuantizedExperts, QuantizedLinear
+from . import naming
 from .checkpoint import Checkpoint
 from .errors import Refused
 from .stored import Stored
@@ -57,8 +59,8 @@ class FromCheckpoint(Source):
         self.config, self.policies = dict(checkpoint.config), {}
         self.config.pop("quantization_config", None)
         self.side_files = checkpoint.folder.side_files()
-        self.transposed = checkpoint.layout.transposed or self.config.get("model_type") == "gpt_oss"
-        self.alternating = self.transposed
+        plain_and_transposed = checkpoint.layout.name == "plain" and self.config.get("model_type") in naming.TRANSPOSED
+        self.transposed = self.alternating = checkpoint.layout.transposed or plain_and_transposed
         self.names, self.shape, self.dtype = lambda: list(checkpoint), checkpoint.shape, checkpoint.dtype
         self.format, self.nbytes, self.weight = checkpoint.format, checkpoint.nbytes, checkpoint.weight
 
@@ -103,6 +105,9 @@ def of_module(model: nn.Module) -> InMemory:
     linear, policies = set(), {}
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
+        if isinstance(module, QuantizedExperts):
+            weights |= {f"{dot}{leaf}": getattr(module, leaf) for leaf in ("gate_up_proj", "down_proj")}
+            continue
         if isinstance(module, QuantizedLinear):
             weights[f"{dot}weight"] = module.weight
             if module.bias is not None:
@@ -116,6 +121,8 @@ def of_module(model: nn.Module) -> InMemory:
             linear.add(f"{dot}weight")
             if isinstance(module, Linear):
                 policies[f"{dot}weight"] = module.policy
+        if isinstance(module, Experts):
+            policies |= {f"{dot}{leaf}": module.policy for leaf in ("gate_up_proj", "down_proj")}
     source = InMemory(weights, {"architectures": [type(model).__name__]})
     source.linear, source.policies = linear, policies
     return source
@@ -135,10 +142,12 @@ def source_of(source, scratch: Path) -> Source:
     if isinstance(source, Checkpoint):
         return FromCheckpoint(source)
     if isinstance(source, nn.Module):
-        packed = any(isinstance(module, QuantizedLinear) for module in source.modules())
+        packed = any(isinstance(module, (QuantizedLinear, QuantizedExperts)) for module in source.modules())
         if hasattr(source, "save_pretrained") and not packed:
             source.save_pretrained(scratch)
-            return FromCheckpoint(Checkpoint(scratch))
+            written = FromCheckpoint(Checkpoint(scratch))
+            written.policies = of_module(source).policies
+            return written
         return of_module(source)
     if isinstance(source, Mapping):
         return InMemory(source)

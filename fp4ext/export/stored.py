@@ -118,8 +118,7 @@ class Stored:
 
     def rows(self, order: Tensor) -> Stored:
         """The rows of each matrix in another order."""
-        q = replace(self.q, codes=self.q.codes[..., order, :], scales=take(self.q.scales, order))
-        return replace(self, q=q)
+        return replace(self, q=replace(self.q, codes=take(self.q.codes, order), scales=take(self.q.scales, order)))
 
     def without_zero_scales(self) -> Stored:
         """The same values with no scale that a reader could not divide by.
@@ -217,9 +216,9 @@ def spread(value: Tensor, q: QTensor) -> Tensor:
     return value if value.dim() == 0 else value.reshape(-1, 1, 1)
 
 
-def take(scales: Tensor, order: Tensor) -> Tensor:
-    """Rows of block scales in another order (torch does not index 8-bit floats)."""
-    return scales.view(torch.uint8)[..., order, :].view(scales.dtype)
+def take(pieces: Tensor, order: Tensor) -> Tensor:
+    """Rows of codes or scales in another order, as bytes: torch has few functions of 8-bit floats."""
+    return pieces.view(torch.uint8)[..., order, :].view(pieces.dtype)
 
 
 def interleave(rows: int) -> Tensor:

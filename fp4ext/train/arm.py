@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp4ext
+from fp4ext.audit.live import Monitor
 
 from . import bf16, inkling2
 from .model import Transformer
@@ -30,12 +32,14 @@ class Arm:
     Attributes:
         policy: its name.
         report: which modules the policy took, which it left, and why.
+        monitor: the live statistics, where asked for.
         diverged: the step at which a loss or gradient stopped being finite, or None. A diverged arm rests while the
             others go on.
     """
 
-    def __init__(self, policy: str, preset: Preset, seed: int, device: torch.device):
-        self.policy, self.preset, self.seed, self.device = policy, preset, seed, device
+    def __init__(self, policy: str | fp4ext.Policy, preset: Preset, seed: int, device: torch.device, stats: int = 0):
+        name = policy if isinstance(policy, str) else policy.name
+        self.policy, self.preset, self.seed, self.device = name, preset, seed, device
         self.model, self.report = build_model(policy, preset, seed, device)
         self.balance = Balance(self.model)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
@@ -43,6 +47,7 @@ class Arm:
         groups = [{"params": matrices, "weight_decay": preset.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=preset.lr, betas=(0.9, 0.95), fused=True)
         self.diverged: int | None = None
+        self.monitor = monitor(self.model, stats)
 
     def step(self, tokens: Tensor, targets: Tensor, step: int) -> dict:
         """Update `step` (from 0). Returns the line for metrics.jsonl, whose step counts updates done."""
@@ -54,8 +59,14 @@ class Arm:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._prepare(step)
-        loss = F.cross_entropy(self._logits(tokens).flatten(0, 1), targets.flatten().to(self.device))
-        loss.backward()
+
+        def batch_loss() -> Tensor:
+            return F.cross_entropy(self._logits(tokens).flatten(0, 1), targets.flatten().to(self.device))
+
+        watch = self.monitor.watch(step, batch_loss) if self.monitor else nullcontext()
+        with watch:
+            loss = batch_loss()
+            loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.preset.clip)
         train_loss, grad_norm = loss.item(), norm.item()
         if math.isfinite(train_loss) and math.isfinite(grad_norm):
@@ -66,7 +77,8 @@ class Arm:
             line["diverged"] = self.diverged
         self.optimizer.zero_grad(set_to_none=True)
         line |= {"train_loss": _finite(train_loss), "grad_norm": _finite(grad_norm), "lr": lr}
-        return line | {"seconds": round(time.perf_counter() - began, 6)}
+        line["seconds"] = round(time.perf_counter() - began, 6)
+        return line | (self.monitor.line or {} if self.monitor else {})
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor, step: int) -> np.ndarray:
@@ -139,19 +151,28 @@ def _finite(value: float) -> float | None:
 # The only functions of fp4ext.train that meet the library's core.
 
 
+def monitor(model: nn.Module, every: int) -> Monitor | None:
+    """What watches the quantizers of a model, where there are any."""
+    watched = Monitor(model, every)
+    return watched if watched.every and watched.layers else None
+
+
 def policy_names() -> list[str]:
     """The policies that an arm can be trained under."""
     return fp4ext.policies.names()
 
 
-def build_model(policy: str, preset: Preset, seed: int, device: torch.device) -> tuple[nn.Module, fp4ext.Report]:
+def build_model(
+    policy: str | fp4ext.Policy, preset: Preset, seed: int, device: torch.device
+) -> tuple[nn.Module, fp4ext.Report]:
     """A model under the policy, and what convert did."""
+    policy = fp4ext.policies.get(policy)
     if preset.model == "inkling2":
         model = inkling2.build(preset.shape, seed).to(device)
         return model, inkling2.convert(model, policy)
     model = Transformer(preset.shape, seed).to(device)
-    report = fp4ext.Report(policy)
-    if policy != "bf16":
+    report = fp4ext.Report(policy.name)
+    if policy.name != "bf16":
         report = fp4ext.convert(model, policy)
     if not bf16.native(device):
         bf16.serve(model)

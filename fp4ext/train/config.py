@@ -6,17 +6,20 @@ config.json is this, plus the text's digest and the versions.
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import fp4ext
+from fp4ext import policy_file
 
-from . import arm, bf16, inkling2, presets
+from . import arm, bf16, inkling2, presets, task
+from .data import TASK, is_task
 from .errors import Refused
 from .presets import Preset, whole
 
@@ -30,12 +33,15 @@ class Config:
 
     Args:
         preset: the name of one of presets.PRESETS, or a Preset of your own.
-        policies: names from fp4ext.policies, each an arm; the gap is measured against "bf16". None: a choice that
-            compares well.
-        data: files and folders of text; none: the Python standard library's source.
+        policies: names from fp4ext.policies, or .toml or .json files of your own, each an arm; the gap is measured
+            against "bf16". None: a choice that compares well. Afterwards: the names.
+        data: files and folders of text, or the text of one task, "task:NAME" (task.py); none: the Python standard
+            library's source.
         seed: of initial weights, batches and rounding.
         device: "cpu" or "cuda".
         threads: CPU threads; results may differ in bits between numbers of threads. None: torch's choice.
+        stats: steps between live statistics of the quantizers; 0: none.
+        own: name → what its file held, of the policies that do not ship; filled in.
 
     Raises:
         Refused: an argument that cannot be used.
@@ -47,6 +53,9 @@ class Config:
     seed: int = 0
     device: str = "cpu"
     threads: int | None = None
+    stats: int = 0
+    own: dict[str, dict] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
@@ -57,6 +66,8 @@ class Config:
         if self.policies is None:
             put("policies", tuple(p for p in DEFAULT_POLICIES if p in known))
         put("policies", tuple(self.policies.split(",") if isinstance(self.policies, str) else self.policies))
+        put("policies", tuple(self._load(str(policy), known) for policy in self.policies))
+        known = [*known, *self.own]
         if not self.policies:
             raise Refused(f"--policies: none given; accepted: one or more of {', '.join(known)}")
         for i, policy in enumerate(self.policies):
@@ -65,18 +76,41 @@ class Config:
             if policy in self.policies[:i]:
                 raise Refused(f"--policies: {policy!r} is given twice; accepted: different policies")
         paths = (self.data,) if isinstance(self.data, str) else self.data
-        put("data", tuple(str(Path(p).absolute()) for p in paths))
+        put("data", tuple(map(_absolute, paths)))
         put("threads", torch.get_num_threads() if self.threads is None else self.threads)
         whole("--seed", self.seed, 0, 2**63 - 1)
         whole("--threads", self.threads, 1, 1024)
+        whole("--stats", self.stats, 0)
         if self.device not in ("cpu", "cuda"):
             raise Refused(f"--device: {self.device!r}; accepted: cpu, cuda")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise Refused("--device: 'cuda', but torch finds no CUDA device; accepted here: cpu")
 
+    def _load(self, policy: str, known: Sequence[str]) -> str:
+        """The name of a policy; that of a file is read."""
+        if not policy.endswith(policy_file.SUFFIXES):
+            return policy
+        try:
+            loaded = policy_file.load(policy)
+        except ValueError as error:
+            raise Refused(f"--policies: {error}") from None
+        name = loaded.name
+        if name in known or name in self.own or not re.fullmatch(r"[\w.-]+", name):
+            raise Refused(
+                f"--policies: {policy} names its policy {name!r}; accepted: a name of its own, of letters, digits, "
+                f"'_', '-' and '.', and none of {', '.join(known)}"
+            )
+        self.own[name], self.files[name] = policy_file.to_dict(loaded), policy
+        return name
+
+    def policy(self, name: str) -> fp4ext.Policy:
+        """The policy of an arm."""
+        return policy_file.from_dict(self.own[name]) if name in self.own else fp4ext.policies.get(name)
+
     def as_dict(self) -> dict:
         """The part of config.json that two equal runs share."""
-        return {
+        more = ({"own": self.own} if self.own else {}) | ({"stats": self.stats} if self.stats else {})
+        return more | {
             "preset": presets.as_dict(self.preset),
             "policies": list(self.policies),
             "seed": self.seed,
@@ -118,7 +152,7 @@ def command(config: Config) -> str:
     words = [
         "python -m fp4ext pretrain",
         f"--{'preset' if p.model == 'transformer' else 'model'} {p.name}",
-        f"--policies {','.join(config.policies)}",
+        f"--policies {','.join(config.files.get(name, name) for name in config.policies)}",
         f"--seed {config.seed}",
     ]
     base = presets.PRESETS.get(p.name, p)
@@ -127,6 +161,7 @@ def command(config: Config) -> str:
             words.append(f"--{name.replace('_', '-')} {getattr(p, name)}")
     words += [f"--threads {config.threads}"]
     words += [f"--device {config.device}"] if config.device != "cpu" else []
+    words += [f"--stats {config.stats}"] if config.stats else []
     words += ["--data", *map(shlex.quote, config.data)] if config.data else []
     return " ".join(words)
 
@@ -141,7 +176,10 @@ def agree(config: Config, asked: dict) -> Config:
         Refused: a difference, with both values.
     """
     have = (
-        config.as_dict() | {name: getattr(config.preset, name) for name in ADJUSTABLE} | {"preset": config.preset.name}
+        config.as_dict()
+        | {name: getattr(config.preset, name) for name in ADJUSTABLE}
+        | {"preset": config.preset.name}
+        | {"stats": config.stats}
     )
     new = {name: list(value) if isinstance(value, tuple) else value for name, value in asked.items() if name != "data"}
     differences = compare({name: have[name] for name in new}, new)
@@ -160,6 +198,12 @@ def compare(old: dict, new: dict, prefix: str = "") -> list[str]:
         elif a != b:
             found.append(f"{prefix}{key}: {_short(a)}, now {_short(b)}")
     return found
+
+
+def _absolute(path: str | Path) -> str:
+    if is_task(path):
+        return TASK + task.absolute(str(path).removeprefix(TASK))
+    return str(Path(path).absolute())
 
 
 def _short(value) -> str:

@@ -73,16 +73,16 @@ def build(shape: Shape, seed: int) -> nn.Module:
         return Inkling2ForCausalLM(config)
 
 
-def convert(model: nn.Module, policy: str) -> fp4ext.Report:
+def convert(model: nn.Module, policy: fp4ext.Policy) -> fp4ext.Report:
     """By a policy. Under bf16 the experts too become fp4ext's, which know autocast, and quantize nothing."""
-    if policy != "bf16":
+    if policy.name != "bf16":
         report = fp4ext.convert(model, policy)
     else:
         fp4ext.convert(model, policy, filter=lambda name, module: stacked.is_stacked(module))
-        report = fp4ext.Report(policy)
-    keeps, native = fp4ext.policies.get(policy).keeps, bf16.native(next(model.parameters()).device)
+        report = fp4ext.Report(policy.name)
+    native = bf16.native(next(model.parameters()).device)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, stacked.Stacked)) and not keeps(name):
+        if isinstance(module, (nn.Linear, stacked.Stacked)) and not policy.keeps(name):
             _in_bf16(module)
             if not native:
                 bf16.serve(module)

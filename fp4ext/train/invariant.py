@@ -38,6 +38,12 @@ class Product(torch.autograd.Function):
         return dx.to(ctx.dtypes[0]), dw.to(ctx.dtypes[1]), None
 
 
+def multiply(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product, recorded where a gradient is wanted."""
+    recorded = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    return Product.apply(x, w, dtype) if recorded else product(x, w, dtype)
+
+
 class Linear(nn.Linear):
     """nn.Linear whose rows are independent of each other, bit for bit."""
 
@@ -45,8 +51,6 @@ class Linear(nn.Linear):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
-            recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-            multiply = Product.apply if recorded else product
             y = multiply(x, self.weight, dtype)
             return y if self.bias is None else y + self.bias.to(dtype)
 

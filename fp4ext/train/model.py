@@ -18,7 +18,6 @@ any batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 import fp4ext
 from fp4ext.activation import swiglu
 
+from .cache import Past, rounded
 from .moe import MoE
 from .presets import Shape
 
@@ -78,33 +78,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None) -> Tens
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True).to(v.dtype)
 
 
-@dataclass
-class Past:
-    """Keys and values of what sequences have read, for the stages of RL.
-
-    Attributes:
-        keys, values: [layers, batch, heads, capacity, head_dim], in the dtype of the activations.
-        start: int64 [batch], how many positions each sequence has read. The model writes new keys and values from there
-            on; whoever calls it moves `start`.
-    """
-
-    keys: Tensor
-    values: Tensor
-    start: Tensor
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v [batch, heads, time, head_dim] behind the past; all keys and values of the layer."""
-        positions = self.start[:, None] + torch.arange(k.shape[2])
-        rows = torch.arange(len(self.start))[:, None]
-        for cache, new in ((self.keys[layer], k), (self.values[layer], v)):
-            cache[rows, :, positions] = new.transpose(1, 2)
-        return self.keys[layer], self.values[layer]
-
-
 class Attention(nn.Module):
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
         self.layer, self.heads, self.head_dim = layer, shape.heads, shape.head_dim
+        self.cache: fp4ext.Spec | None = None
         self.qkv = nn.Linear(shape.d, 3 * shape.d, bias=False)
         self.out = nn.Linear(shape.d, shape.d, bias=False)
 
@@ -115,6 +93,8 @@ class Attention(nn.Module):
         q, k = rope(q, start), rope(k, start)
         if past:
             k, v = past.extend(self.layer, k, v)
+        elif fp4ext.current_stage() != "pretrain":
+            k, v = rounded(k, self.cache), rounded(v, self.cache)
         y = attend(q, k, v, start)
         return self.out(y.transpose(1, 2).reshape(batch, time, d))
 
@@ -170,6 +150,11 @@ class Transformer(nn.Module):
                 std /= math.sqrt(2 * self.shape.layers)
             p.normal_(0.0, std, generator=generator)
         self.lm_head.weight.zero_()
+
+    def set_cache(self, spec: fp4ext.Spec | None) -> None:
+        """How keys and values are rounded in the stages of RL, where sequences are decoded through a cache of them."""
+        for block in self.blocks:
+            block.attention.cache = spec
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, past: Past | None = None) -> Tensor:
         x = self.embed(tokens)

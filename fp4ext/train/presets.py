@@ -45,6 +45,11 @@ class Shape:
                 f"shape.d: {self.d} with {self.heads} heads; accepted: a multiple of 2 · heads, {2 * self.heads}"
             )
 
+        if self.experts:
+            for name in ("experts", "top_k", "expert_ffn"):
+                whole(f"shape.{name}", getattr(self, name))
+            whole("shape.top_k", self.top_k, 1, self.experts)
+
     @property
     def head_dim(self) -> int:
         return self.d // self.heads
@@ -125,14 +130,25 @@ SMALL = Preset(
     save_every=100,
 )
 
-MOE_TINY = replace(
-    TINY,
-    name="moe-tiny",
-    shape=Shape(layers=4, d=128, heads=4, ffn=96, context=128, experts=8, top_k=2, expert_ffn=64),
+TASK = Preset(
+    "task",
+    Shape(layers=2, d=128, heads=4, ffn=352, context=64),
+    steps=400,
+    batch=32,
+    lr=2e-3,
+    min_lr=2e-4,
+    warmup=20,
+    eval_every=100,
+    save_every=100,
+    eval_windows=64,
+    final_windows=128,
 )
 
-INKLING2_TINY = replace(
-    TINY,
+MOE = Shape(layers=4, d=128, heads=4, ffn=96, context=128, experts=8, top_k=2, expert_ffn=64)
+MOE_TINY = TINY.with_(name="moe-tiny", shape=MOE)
+MOE_TASK = TASK.with_(name="moe-task", shape=replace(MOE, layers=2, context=64))
+
+INKLING2_TINY = TINY.with_(
     name="inkling2-tiny",
     model="inkling2",
     shape=Shape(layers=6, d=128, heads=4, ffn=0, context=128, experts=16, top_k=2, expert_ffn=64),
@@ -142,7 +158,7 @@ INKLING2_TINY = replace(
     final_windows=128,
 )
 
-PRESETS = {p.name: p for p in (TINY, SMALL, MOE_TINY, INKLING2_TINY)}
+PRESETS = {p.name: p for p in (TINY, SMALL, MOE_TINY, TASK, MOE_TASK, INKLING2_TINY)}
 
 
 def get(name: str | Preset) -> Preset:

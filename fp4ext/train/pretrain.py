@@ -124,7 +124,10 @@ def _train(
                 evaluated = done % p.eval_every == 0 or done == p.steps
                 if evaluated:
                     evaluate(lines, done)
-                if evaluated or done % p.log_every == 0:
+                for line in lines:
+                    for warning in line.get("warnings", ()):
+                        show.note(f"{line['policy']}: {warning}")
+                if evaluated or done % p.log_every == 0 or any("stats" in line for line in lines):
                     directory.log(lines)
                 show.step(done, lines)
                 if done % p.save_every == 0 or done == p.steps or stop.signal:
@@ -173,4 +176,5 @@ def _settings(config: Config):
 
 
 def _build(config: Config) -> list[Arm]:
-    return [Arm(policy, config.preset, config.seed, torch.device(config.device)) for policy in config.policies]
+    device = torch.device(config.device)
+    return [Arm(config.policy(name), config.preset, config.seed, device, config.stats) for name in config.policies]

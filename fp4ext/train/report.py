@@ -8,10 +8,11 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from fp4ext.pages.chart import Line, chart
+from fp4ext.pages.page import dot, figure, page, pairs, soft
+
 from . import checkpoint
-from .chart import Line, chart
 from .display import cells
-from .page import dot, page, pairs, soft
 from .result import Result
 from .run import read_config, read_metrics
 
@@ -170,10 +171,9 @@ def _figure(
     lines: list[Line], policies: list[str], label: str, unit: str, top: float | None, zero: bool = False
 ) -> str:
     shown = {line.name for line in lines}
-    legend = "".join(f"<li>{dot(hue)}{escape(policy)}</li>" for hue, policy in _hues(policies) if policy in shown)
+    legend = [(hue, policy) for hue, policy in _hues(policies) if policy in shown]
     wide, narrow = (chart(lines, label, unit, w, h, top, zero) for w, h in ((940, 380), (360, 300)))
-    charts = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-    return f'<figure><ul class="legend">{legend}</ul>{charts}</figure>'
+    return figure((wide, narrow), legend)
 
 
 def _flat(values: dict, prefix: str = "") -> dict:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 import fp4ext
 
+from .cache import Past, Store
 from .errors import Refused
-from .model import Past, Transformer
+from .model import Transformer
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Sampler:
         model: a Transformer, converted by a policy or plain, its plain Linears served by `invariant`. It is not kept.
         slots: how many requests run at a time.
         seed: of the random streams.
-        dtype: of activations and cache, torch.bfloat16 or torch.float32.
+        dtype: of activations, torch.bfloat16 or torch.float32; and of the cache, unless model.set_cache chose a format.
 
     Attributes:
         tokens, seconds: how many tokens it has sampled, and how long that took.
@@ -99,8 +100,9 @@ class Sampler:
     def __init__(self, model: Transformer, slots: int = 64, seed: int = 0, dtype: torch.dtype = torch.bfloat16):
         self.model, self.slots, self.seed, self.dtype = fp4ext.pack(model), slots, seed, dtype
         shape = model.shape
+        spec = model.blocks[0].attention.cache
         size = (shape.layers, slots, shape.heads, shape.context, shape.head_dim)
-        self.keys, self.values = torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)
+        self.keys, self.values = Store.empty(*size, spec, dtype), Store.empty(*size, spec, dtype)
         self.lengths = torch.zeros(slots, dtype=torch.int64)
         self.context = shape.context
         self.tokens, self.seconds = 0, 0.0
@@ -112,8 +114,8 @@ class Sampler:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights as they are read."""
-        packed = [m for m in self.model.modules() if isinstance(m, (fp4ext.PackedLinear, fp4ext.PackedExperts))]
-        return sum(m.nbytes for m in packed) + sum(p.nbytes for p in self.model.parameters())
+        packed = sum(w.nbytes for w in fp4ext.packed_weights(self.model))
+        return packed + sum(p.nbytes for p in self.model.parameters())
 
     def generate(
         self, requests: Iterable[Request], each: Callable[[int, Completion], None] | None = None
@@ -162,9 +164,8 @@ class Sampler:
 
     def _past(self, first: int, end: int, reach: int) -> Past:
         """The cache of slots first … end-1, as far as its longest sequence will reach."""
-        return Past(
-            self.keys[:, first:end, :, :reach], self.values[:, first:end, :, :reach], self.lengths[first:end].clone()
-        )
+        window = self.keys.slots(first, end, reach), self.values.slots(first, end, reach)
+        return Past(*window, self.lengths[first:end].clone())
 
     def _prefill(self, admitted: list[_Running], first: int) -> Tensor:
         """Read prompts of any lengths into slots `first` on; the logits after each. What a shorter prompt's padding
@@ -215,8 +216,8 @@ class Sampler:
         last = len(running) - 1
         if slot != last:
             reach = int(self.lengths[last])
-            for cache in (self.keys, self.values):
-                cache[:, slot, :, :reach] = cache[:, last, :, :reach]
+            self.keys.move(last, slot, reach)
+            self.values.move(last, slot, reach)
             self.lengths[slot] = self.lengths[last]
             running[slot] = running[last]
         running.pop()

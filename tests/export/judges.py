@@ -159,6 +159,14 @@ def _ct_cases(fmt: str, policy: str):
             assert_bytes_equal(q.scales, raw["scale"].view(q.scales.dtype), name)
 
 
+@case(CT, "nvfp4, inputs too", "compressed-tensors", READS, "weights equal but for bf16 ties; input scales")
+def ct_inputs(tmp: Path):
+    checkpoint = load(ct_written(tmp / "theirs", "NVFP4"))
+    close(ct_decompressed(tmp / "theirs"), quantized_only(tmp / "theirs"))
+    amaxes = [checkpoint.weight(name).input_amax for name in checkpoint if checkpoint.format(name)]
+    assert len(amaxes) == 14 and all(amax.item() == 2688 / 672 for amax in amaxes)
+
+
 for _fmt, _policy in CT_POLICIES.items():
     _ct_cases(_fmt, _policy)
 
@@ -274,6 +282,22 @@ def modelopt_written(tmp: Path):
         assert torch.equal(checkpoint.weight(name).input_amax, said * 2688)
 
 
+@case("modelopt", "mxfp8", "nvidia-modelopt (its MXFP8 bytes, in the layout)", READS, "weights bit-equal")
+def modelopt_mxfp8_bytes(tmp: Path):
+    t, scale, decoded = _modelopt_mxfp8(7)
+    models.folder_of(tmp / "theirs", {"a.weight": t, "a.weight_scale": scale}, hf_quant_config={"producer": {}})
+    checkpoint = load(tmp / "theirs")
+    assert checkpoint.layout.name == "modelopt"
+    assert_bytes_equal(checkpoint["a.weight"].dequantize(torch.bfloat16), decoded)
+
+
+def _modelopt_mxfp8(seed: int):
+    """[64, 96] quantized by modelopt: (codes, scales, what it decodes to)."""
+    torch.manual_seed(seed)
+    t, scale = modelopt().MXFP8QTensor.quantize(torch.randn(64, 96).bfloat16())
+    return t._quantized_data, scale, t.dequantize(torch.bfloat16, scale=scale, block_sizes={-1: 32})
+
+
 # Experts -------------------------------------------------------------------------------------------------------------
 
 
@@ -358,6 +382,16 @@ def inkling2_modelopt(tmp: Path):
     models.folder_of(tmp / "theirs", pieces | {f"{name}_outer_scale_denominator": torch.tensor(2688.0)})
     ours = load(tmp / "theirs")[name].dequantize(torch.float32)
     assert bool(((ours - decoded).abs() <= 2**-22 * decoded.abs()).all())
+
+
+@case("inkling2", "mxfp8", "nvidia-modelopt (its MXFP8 bytes, in the layout)", READS, "weights bit-equal")
+def inkling2_mxfp8(tmp: Path):
+    parts = [_modelopt_mxfp8(seed) for seed in range(3)]
+    codes = torch.stack([p[0].view(torch.uint8) for p in parts]).view(torch.float8_e4m3fn)
+    name = "model.llm.layers.20.mlp.experts.w2_weight"
+    models.folder_of(tmp / "theirs", {name: codes, f"{name}_scale": torch.stack([p[1] for p in parts])})
+    ours = load(tmp / "theirs")[name].dequantize(torch.bfloat16)
+    assert_bytes_equal(ours, torch.stack([p[2] for p in parts]))
 
 
 @case("inkling", "nvfp4", "nvidia-modelopt (its NVFP4 bytes, in the layout)", READS, EQUAL)

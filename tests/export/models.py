@@ -152,6 +152,6 @@ def folder_of(folder: Path, tensors: dict[str, torch.Tensor], config: dict | Non
     """A checkpoint of these tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    for name, value in ({"config": config} if config is not None else {} | files).items():
+    for name, value in (files if config is None else files | {"config": config}).items():
         (folder / f"{name}.json").write_text(json.dumps(value))
     return folder

@@ -300,6 +300,14 @@ def test_pieces_too_many(message, tmp_path):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("shape", ["", "x", "9" * 5000, "9" * 15 + ",64", "-1,64", "64", "1," * 20, "32,-64", "٣,64"])
+def test_a_shape_in_the_metadata(shape, tmp_path):
+    tensors, metadata = NV.to_safetensors("a.b")
+    save_file(tensors, tmp_path / "m.safetensors", metadata | {"a.b.shape": shape})
+    with pytest.raises(Refused, match="a.b"):
+        load(tmp_path / "m.safetensors")["a.b"]
+
+
 # 10,000 small files
 
 

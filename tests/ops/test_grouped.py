@@ -278,6 +278,20 @@ def test_many_experts_and_threads(kind):
         assert_bytes_equal(grouped_gemm(a, b, at), dw)
 
 
+def test_what_lies_behind_is_not_read():
+    """Fault 5: the room that is kept for other offsets may hold anything."""
+    counts = COUNTS["small"]
+    at, dy, x = offsets(counts), tokens(counts, 24, 0), tokens(counts, 40, 0, seed=1)
+    a, b = (grouped_quantize(t, "nvfp4", at, axis=-2) for t in (dy, x))
+    wanted, used = grouped_gemm(a, b, at), sum(-(-n // 16) for n in counts)
+    for t in (a, b):
+        assert (t.codes[:, used * 8 :] == 0).all() and (t.scales[:, used:].view(torch.uint8) == 0).all()
+        t.codes[:, used * 8 :] = 0xFF
+        t.scales.view(torch.uint8)[:, used:] = 0xFF
+    assert t.scales.shape[1] > used
+    assert_bytes_equal(grouped_gemm(a, b, at), wanted)
+
+
 def test_views_of_any_stride():
     counts = COUNTS["small"]
     at, x, w = offsets(counts), tokens(counts, 64), generate("gaussian", 5, 24, 64)

@@ -30,20 +30,26 @@ SANITIZE = "-g1 -fsanitize=address,undefined -fno-sanitize=alignment -fno-saniti
 
 def sources() -> list[Path]:
     """What is compiled: every kernel, every CUDA op, the machine and the library."""
-    kernels = sorted((CSRC / "kernels").rglob("*.cu"))
+    kernels = sorted(path for path in (CSRC / "kernels").rglob("*") if path.suffix in (".cu", ".cpp"))
     return [*kernels, *sorted((CSRC / "ops").glob("*_cuda.cpp")), HERE / "machine.cpp", HERE / "library.cpp"]
 
 
-def build(edits: dict[Path, str] | None = None, sanitize: bool = False) -> Path:
+def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, sanitize: bool = False) -> Path:
     """The path of the built library.
 
-    edits: texts that stand in for those of source files; sanitize: with AddressSanitizer and UBSan.
+    edits: texts that stand in for those of source files, in what is compiled from `only` (None: everything).
+    sanitize: with AddressSanitizer and UBSan.
     """
     edits = {path.resolve(): text for path, text in (edits or {}).items()}
     flags = FLAGS + (SANITIZE if sanitize else [])
     tree = _tree(edits)
+
+    def compiled(path: Path) -> Path:
+        reached = only is None or path in only
+        return _object(path, tree if reached else ROOT, edits if reached else {}, flags)
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda path: _object(path, tree, edits, flags), sources()))
+        objects = list(pool.map(compiled, sources()))
     library = OUT / f"{_hash(*map(str, objects), *flags)}.so"
     if not library.exists():
         libdir = Path(torch.__file__).parent / "lib"

@@ -1,5 +1,6 @@
 """The library fp4ext_simt, built once a session."""
 
+import os
 import shutil
 
 import pytest
@@ -13,8 +14,8 @@ class Machine:
 
     MODES = ("late", "early", "random")
 
-    def __init__(self):
-        torch.ops.load_library(str(build()))
+    def __init__(self, library):
+        torch.ops.load_library(str(library))
         self.ops = torch.ops.fp4ext_simt
 
     def configure(self, seed: int = 0, asynchronous: str = "late", truncate: bool = False) -> None:
@@ -26,7 +27,7 @@ class Machine:
 def _machine():
     if shutil.which("g++") is None:
         pytest.skip("the SIMT machine is built with g++, which is not here")
-    return Machine()
+    return Machine(build(sanitize="FP4EXT_SIMT_SANITIZE" in os.environ))
 
 
 @pytest.fixture

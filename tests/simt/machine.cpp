@@ -216,10 +216,10 @@ void meet_warp(const char* collective) {
   while (w.generation == generation) yield();
 }
 
-void copy_async(void* to, const void* from, size_t bytes) {
+void copy_async(void* to, const void* from, size_t bytes, bool exists) {
   if (((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) & (bytes - 1)) != 0)
     fail("cp.async: an address is not a multiple of its size");
-  const auto copy = [=] { std::memcpy(to, from, bytes); };
+  const auto copy = [=] { exists ? std::memcpy(to, from, bytes) : std::memset(to, 0, bytes); };
   const Async async = machine.options.async;
   if (async == Async::early || (async == Async::random && machine.dice() % 2))
     copy();

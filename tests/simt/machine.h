@@ -1,6 +1,7 @@
 #pragma once
 #include <ucontext.h>
 
+#include <array>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
@@ -31,7 +32,9 @@ enum class Async { early, late, random };
 struct Options {
   uint64_t seed = 0;
   Async async = Async::late;
-  bool truncate = false;  // tensor cores round each mma toward zero, instead of to nearest
+  bool truncate = false;          // tensor cores round each mma toward zero, instead of to nearest
+  std::array<int, 64> devices{};  // compute capability of each device, times 10
+  int device = 0;                 // where all tensors are
 };
 Options& options();
 
@@ -105,7 +108,7 @@ const T* exchange(const char* collective, const T& value) {
 }
 
 // cp.async and its groups.
-void copy_async(void* to, const void* from, size_t bytes);
+void copy_async(void* to, const void* from, size_t bytes, bool exists);
 void commit_copies();
 void wait_copies(size_t pending_groups);
 

@@ -125,7 +125,7 @@ def test_the_preset():
     c = model.config
     assert (c.hidden_size, c.num_hidden_layers, c.n_routed_experts, c.num_experts_per_tok) == (128, 6, 16, 2)
     assert (c.vocab_size, c.unpadded_vocab_size) == (256, 256) and c.layer_types.count("hybrid") == 1
-    report = inkling2.convert(model, "end_to_end")
+    report = inkling2.convert(model, fp4ext.policies.get("end_to_end"))
     assert len(report.converted) == 6 * 7
     assert not any(isinstance(m, fp4ext.Linear) for n, m in model.named_modules() if "conv" in n or "gate" in n[-5:-1])
     assert isinstance(model.lm_head, nn.Linear) and not isinstance(model.lm_head, fp4ext.Linear)

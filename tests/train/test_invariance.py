@@ -8,7 +8,8 @@ import torch
 import fp4ext
 from fp4ext.testing import assert_bytes_equal
 from fp4ext.train import Shape, invariant
-from fp4ext.train.model import Past, Transformer
+from fp4ext.train.cache import FORMATS, Past, Store
+from fp4ext.train.model import Transformer
 
 SHAPE = Shape(layers=2, d=96, heads=3, ffn=144, context=48)
 MOE = Shape(layers=2, d=96, heads=3, ffn=48, context=48, experts=7, top_k=3, expert_ffn=80)
@@ -28,10 +29,14 @@ def tokens(*shape, seed=0):
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def past(batch, dtype, shape=SHAPE, start=0):
+def past(batch, dtype, shape=SHAPE, start=0, kv="bf16"):
     """With garbage where nothing has been written."""
     size = (shape.layers, batch, shape.heads, shape.context, shape.head_dim)
-    return Past(*(torch.full(size, torch.nan, dtype=dtype) for _ in range(2)), torch.full((batch,), start))
+    stores = [Store.empty(*size, FORMATS[kv], dtype) for _ in range(2)]
+    for store in stores:
+        for t in store.parts:
+            t.fill_(torch.nan if t.is_floating_point() else 255)
+    return Past(*stores, torch.full((batch,), start))
 
 
 @contextlib.contextmanager
@@ -56,12 +61,31 @@ def test_whole_equals_token_by_token(policy, shape, activations):
     with running(activations):
         whole = m(x)
         for cuts in ([40], [17, 18, 33, 40], list(range(1, 41))):
-            cache, begin = past(3, DTYPES[activations]), 0
+            cache, begin = past(3, DTYPES[activations], shape), 0
             for end in cuts:
                 logits = m(x[:, begin:end], past=cache)
                 assert_bytes_equal(logits, whole[:, begin:end], f"{begin}:{end}")
                 cache.start += end - begin
                 begin = end
+
+
+@pytest.mark.parametrize("kv", ["mxfp8", "nvfp4"])
+def test_a_quantized_cache_is_a_rounding_of_the_model(kv):
+    """Whole, and token by token through codes: the same bits; other bits than without. Gradients pass."""
+    m, x = model("end_to_end"), tokens(3, 20)
+    with running("bf16"):
+        plain = m(x)
+        m.set_cache(FORMATS[kv])
+        whole, cache = m(x), past(3, torch.bfloat16, kv=kv)
+        for i in range(20):
+            assert_bytes_equal(m(x[:, i : i + 1], past=cache), whole[:, i : i + 1], f"{i}")
+            cache.start += 1
+    assert not torch.equal(whole, plain) and cache.keys.nbytes < 0.6 * past(3, torch.bfloat16).keys.nbytes
+    with fp4ext.stage("rl_trainer"), torch.autocast("cpu", torch.bfloat16):
+        logits = m(x)
+    assert_bytes_equal(logits.detach(), whole, "rl_trainer")
+    logits.square().sum().backward()
+    assert m.blocks[0].attention.qkv.weight.grad.view(3, -1).any(1).all()
 
 
 @pytest.mark.parametrize("activations", DTYPES)
@@ -74,7 +98,7 @@ def test_batch_mates_do_not_matter(policy, shape, activations):
         for rows in ([5], [69, 0, 3], list(range(40, 70))):
             assert_bytes_equal(m(x[rows]), whole[rows], f"rows {rows[:3]}…")
         # a ragged decode: each sequence at a position of its own
-        cache = past(70, DTYPES[activations])
+        cache = past(70, DTYPES[activations], shape)
         m(x, past=cache)
         at = torch.arange(70) % 21
         cache.start = at
@@ -118,6 +142,27 @@ def test_the_trainers_forward_is_the_samplers(policy, shape):
     assert_bytes_equal(logits.detach(), wanted, "rl_trainer")
     logits.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in m.parameters())
+
+
+def test_the_same_experts_are_chosen():
+    """For a token in a batch, alone, and by the trainer with gradients: read where the experts get their rows."""
+    m, x = model("end_to_end", MOE), tokens(4, 20)
+    loads = []
+    note = lambda _, args: loads.append(args[1].diff(prepend=args[1].new_zeros(1)))  # noqa: E731
+    for block in m.blocks:
+        block.mlp.experts.register_forward_pre_hook(note)
+    with running("bf16"):
+        m(x)
+        together = loads[:]
+        loads.clear()
+        for row in x:
+            m(row[None])
+    assert all(torch.equal(sum(loads[layer::2]), together[layer]) for layer in range(2))
+    assert sum(together).sum() == 2 * 3 * 80 and (sum(together) > 0).all()
+    loads.clear()
+    with fp4ext.stage("rl_trainer"), torch.autocast("cpu", torch.bfloat16):
+        m(x)
+    assert all(map(torch.equal, loads, together))
 
 
 def test_the_gradient_is_that_of_the_forward():

@@ -3,8 +3,8 @@
 import re
 from html.parser import HTMLParser
 
+from fp4ext.pages.chart import Line, chart, number, ticks
 from fp4ext.train import pretrain
-from fp4ext.train.chart import Line, chart, number, ticks
 
 
 class Page(HTMLParser):

@@ -4,22 +4,23 @@
 namespace fp4ext::kernels {
 namespace {
 
-template <class T>
-__device__ void store_16(const float (&t)[16], T* out, int64_t count) {
+template <class T, class Fn>
+__device__ void store_16(const float (&t)[16], T* out, int64_t count, Fn convert) {
+  T packed[16];
+  FP4_UNROLL
+  for (int i = 0; i < 16; ++i) packed[i] = convert(t[i]);
   if (count >= 16 && is_aligned(out, 16)) {
-    T packed[16];
     FP4_UNROLL
-    for (int i = 0; i < 16; ++i) from_float(t[i], packed[i]);
-    FP4_UNROLL
-    for (int i = 0; i < 16 / kPerPiece<T>; ++i) {
+    for (int i = 0; i < 16; i += kPerPiece<T>) {
       uint4 u;
-      memcpy(&u, packed + i * kPerPiece<T>, 16);
-      reinterpret_cast<uint4*>(out)[i] = u;
+      memcpy(&u, packed + i, 16);
+      *reinterpret_cast<uint4*>(out + i) = u;
     }
     return;
   }
+  FP4_UNROLL
   for (int i = 0; i < 16; ++i)
-    if (i < count) from_float(t[i], out[i]);
+    if (i < count) out[i] = packed[i];
 }
 
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const Stored from, int64_t rows, int64_t k, Dtype dtype, void* out) {
@@ -28,7 +29,13 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const Stored from,
   const int64_t row = i / per_row, at = i % per_row * 16;
   float t[16];
   decode_16(from, row, at, t);
-  with_dtype(dtype, [&](auto* type) { store_16(t, static_cast<decltype(type)>(out) + row * k + at, k - at); });
+  auto* halves = static_cast<uint16_t*>(out) + row * k + at;
+  if (dtype == Dtype::fp32)
+    store_16(t, static_cast<float*>(out) + row * k + at, k - at, [](float x) { return x; });
+  else if (dtype == Dtype::bf16)
+    store_16(t, halves, k - at, [](float x) { return float_to_bf16(x); });
+  else
+    store_16(t, halves, k - at, [](float x) { return float_to_fp16(x); });
 }
 
 // A thread writes four neighbouring scales, which stand in one row.

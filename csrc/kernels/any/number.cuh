@@ -6,45 +6,17 @@
 // Numbers in memory to floats and back, one or 16 bytes at a time.
 namespace fp4ext::kernels {
 
-struct Bf16 {
-  uint16_t u;
-};
-struct Fp16 {
-  uint16_t u;
-};
-
-__device__ inline float to_float(float x) { return x; }
-__device__ inline float to_float(Bf16 x) { return bf16_to_float(x.u); }
-__device__ inline float to_float(Fp16 x) { return fp16_to_float(x.u); }
-__device__ inline void from_float(float x, float& out) { out = x; }
-__device__ inline void from_float(float x, Bf16& out) { out.u = float_to_bf16(x); }
-__device__ inline void from_float(float x, Fp16& out) { out.u = float_to_fp16(x); }
-
-// Calls f with a null pointer of the type of that dtype. x̂ of a stored tensor is fp32.
-template <class Fn>
-__device__ __forceinline__ void with_dtype(Dtype dtype, Fn&& f) {
-  switch (dtype) {
-    case Dtype::bf16: return f(static_cast<Bf16*>(nullptr));
-    case Dtype::fp16: return f(static_cast<Fp16*>(nullptr));
-    default: return f(static_cast<float*>(nullptr));
-  }
-}
-
 // The elements of 16 bytes.
 template <class T>
 inline constexpr int kPerPiece = 16 / sizeof(T);
 
-__device__ __forceinline__ void unpack(uint4 u, float* t, const float*) {
+__device__ __forceinline__ void unpack(uint4 u, float* t) {
   t[0] = as_float(u.x), t[1] = as_float(u.y), t[2] = as_float(u.z), t[3] = as_float(u.w);
 }
-template <class Half>
-__device__ __forceinline__ void unpack(uint4 u, float* t, const Half*) {
+__device__ __forceinline__ void unpack(uint4 u, uint16_t* t) {
   const uint32_t words[4] = {u.x, u.y, u.z, u.w};
   FP4_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    t[2 * i] = to_float(Half{static_cast<uint16_t>(words[i])});
-    t[2 * i + 1] = to_float(Half{static_cast<uint16_t>(words[i] >> 16)});
-  }
+  for (int i = 0; i < 8; ++i) t[i] = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
 }
 
 __device__ inline bool is_aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }

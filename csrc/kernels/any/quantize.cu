@@ -20,10 +20,11 @@ __device__ __forceinline__ uint32_t max_over_lanes(uint32_t value, int lanes) {
   return value;
 }
 
-__global__ void __launch_bounds__(kThreads) amax_kernel(const Input in, const Copy copy, float* amax) {
+__global__ void __launch_bounds__(kThreads)
+    amax_kernel(const __grid_constant__ Input in, const __grid_constant__ Copy copy, bool through_tile, float* amax) {
   const Place place = place_of_block(in);
   const char* tile = nullptr;
-  if (copy.colwise || in.dtype == Dtype::stored) {
+  if (through_tile) {
     char* memory = shared_memory();
     load_any_tile(in, place, memory);
     __syncthreads();
@@ -69,8 +70,9 @@ __global__ void __launch_bounds__(kThreads) outer_scales_kernel(const OuterArgs 
 cudaError_t amax(const Input& in, const Copy& copy, float* amax, int64_t groups, cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(amax, 0, groups * sizeof(float), stream);
   if (error != cudaSuccess || in.batch * in.rows * in.cols == 0) return error;
-  const size_t shared = copy.colwise || in.dtype == Dtype::stored ? tile_bytes(in.dtype) : 0;
-  return launch(amax_kernel, dim3(static_cast<unsigned>(num_tiles(in))), kThreads, shared, stream, in, copy, amax);
+  const bool through_tile = copy.colwise || needs_tile(in);
+  const size_t shared = through_tile ? tile_bytes(in.dtype) : 0;
+  return launch(amax_kernel, dim3(static_cast<unsigned>(num_tiles(in))), kThreads, shared, stream, in, copy, through_tile, amax);
 }
 
 cudaError_t outer_scales(const OuterArgs& args, cudaStream_t stream) {

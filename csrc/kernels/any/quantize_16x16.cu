@@ -35,12 +35,12 @@ __device__ void store_row(const QuantizeArgs& a, const Copy& copy, const Place& 
 }
 
 template <ScaleRule rule, bool kStochastic>
-__global__ void __launch_bounds__(kThreads) quantize_16x16_kernel(const QuantizeArgs a) {
+__global__ void __launch_bounds__(kThreads) quantize_16x16_kernel(const __grid_constant__ QuantizeArgs a) {
   const Place place = place_of_block(a.in);
   char* tile = shared_memory();
   load_any_tile(a.in, place, tile);
   __syncthreads();
-  const Copy& any = a.row.codes ? a.row : a.col;
+  const Copy &row_copy = a.copies[0], &col_copy = a.copies[1], &any = row_copy.codes ? row_copy : col_copy;
   const Outer<float> outer = outer_of(any, View(a.in, any.colwise, place), 0);
   const int lane = threadIdx.x % 16;
   for (int block = threadIdx.x / 16; block < 64; block += kThreads / 16) {
@@ -57,10 +57,10 @@ __global__ void __launch_bounds__(kThreads) quantize_16x16_kernel(const Quantize
     const bool poisoned = largest >= kInfBits;
     const float enc = encode_multiplier(decode_multiplier(E4M3::decode(scale), outer.dec));
     const uint32_t byte = poisoned ? kE4M3NaN : scale;
-    if (a.row.codes) store_row<kStochastic>(a, a.row, place, t, row + lane, col, enc, poisoned, byte);
-    if (a.col.codes) {
+    if (row_copy.codes) store_row<kStochastic>(a, row_copy, place, t, row + lane, col, enc, poisoned, byte);
+    if (col_copy.codes) {
       load_line<16>(a.in, place, tile, true, col + lane, row, t);
-      store_row<kStochastic>(a, a.col, place, t, col + lane, row, enc, poisoned, byte);
+      store_row<kStochastic>(a, col_copy, place, t, col + lane, row, enc, poisoned, byte);
     }
   }
 }

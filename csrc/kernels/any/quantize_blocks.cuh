@@ -31,26 +31,25 @@ __device__ void quantize_copy(const QuantizeArgs& a, const Copy& copy, const Pla
 }
 
 template <class Encoder>
-__global__ void __launch_bounds__(kThreads) quantize_blocks_kernel(const QuantizeArgs a) {
+__global__ void __launch_bounds__(kThreads) quantize_blocks_kernel(const __grid_constant__ QuantizeArgs a, bool through_tile) {
   const Place place = place_of_block(a.in);
   const char* tile = nullptr;
-  if (a.col.codes || a.in.dtype == Dtype::stored) {
+  if (through_tile) {
     char* memory = shared_memory();
     load_any_tile(a.in, place, memory);
     __syncthreads();
     tile = memory;
   }
   FP4_ROLLED
-  for (int d = 0; d < 2; ++d) {
-    const Copy& copy = d ? a.col : a.row;
+  for (const Copy& copy : a.copies)
     if (copy.codes) quantize_copy<Encoder>(a, copy, place, tile);
-  }
 }
 
 template <class Encoder>
 cudaError_t quantize_blocks(const QuantizeArgs& a, cudaStream_t stream) {
-  const size_t shared = a.col.codes || a.in.dtype == Dtype::stored ? tile_bytes(a.in.dtype) : 0;
-  return launch(quantize_blocks_kernel<Encoder>, dim3(static_cast<unsigned>(num_tiles(a.in))), kThreads, shared, stream, a);
+  const bool through_tile = a.copies[1].codes || needs_tile(a.in);
+  const size_t shared = through_tile ? tile_bytes(a.in.dtype) : 0;
+  return launch(quantize_blocks_kernel<Encoder>, dim3(static_cast<unsigned>(num_tiles(a.in))), kThreads, shared, stream, a, through_tile);
 }
 
 // By format; quantize.cu chooses.

@@ -46,38 +46,33 @@ __device__ __forceinline__ char* tile_piece(char* tile, int row, int piece) {
   return tile + row * kTile * sizeof(T) + ((piece ^ tile_key(row)) << 4);
 }
 template <class T>
-__device__ __forceinline__ float tile_element(const char* tile, int row, int col) {
+__device__ __forceinline__ T tile_element(const char* tile, int row, int col) {
   const char* piece = tile_piece<T>(const_cast<char*>(tile), row, col / kPerPiece<T>);
-  return to_float(reinterpret_cast<const T*>(piece)[col % kPerPiece<T>]);
+  return reinterpret_cast<const T*>(piece)[col % kPerPiece<T>];
 }
 
-// Sixteen bytes of the input from (row, col) of a matrix on, zeros where it has no elements.
-template <class T>
-__device__ __forceinline__ uint4 load_piece(const T* x, const Input& in, int64_t batch, int64_t row, int64_t col, bool aligned) {
-  uint4 u = make_uint4(0, 0, 0, 0);
-  if (row >= in.rows || col >= in.cols) return u;
-  const T* p = x + (batch * in.rows + row) * in.cols + col;
-  if (aligned && col + kPerPiece<T> <= in.cols) return *reinterpret_cast<const uint4*>(p);
-  T part[kPerPiece<T>] = {};
-  for (int i = 0; i < kPerPiece<T>; ++i)
-    if (col + i < in.cols) part[i] = p[i];
-  memcpy(&u, part, 16);
-  return u;
-}
-template <class T>
-__device__ inline bool rows_are_aligned(const Input& in) {
-  return is_aligned(in.x, 16) && in.cols % kPerPiece<T> == 0;
+// Whether rows are whole pieces of 16 bytes, at addresses that are multiples of 16.
+__host__ __device__ inline bool rows_are_aligned(const Input& in) {
+  const int size = in.dtype == Dtype::fp32 ? 4 : 2;
+  return reinterpret_cast<uintptr_t>(in.x) % 16 == 0 && in.cols * size % 16 == 0;
 }
 
-// Reads the tile into shared memory. The caller synchronizes.
+// Reads the tile into shared memory, zeros where x has no elements. The caller synchronizes.
 template <class T>
 __device__ void load_tile(const Input& in, const Place& p, char* tile) {
   constexpr int kPieces = kTile / kPerPiece<T>;
-  const bool aligned = rows_are_aligned<T>(in);
+  const bool aligned = rows_are_aligned(in);
   for (int i = threadIdx.x; i < kTile * kPieces; i += kThreads) {
     const int row = i / kPieces, piece = i % kPieces;
-    const uint4 u = load_piece(static_cast<const T*>(in.x), in, p.batch, p.row + row, p.col + piece * kPerPiece<T>, aligned);
-    *reinterpret_cast<uint4*>(tile_piece<T>(tile, row, piece)) = u;
+    const int64_t col = p.col + piece * kPerPiece<T>, left = p.row + row < in.rows ? in.cols - col : 0;
+    const T* x = static_cast<const T*>(in.x) + (p.batch * in.rows + p.row + row) * in.cols + col;
+    char* to = tile_piece<T>(tile, row, piece);
+    if (aligned) {
+      *reinterpret_cast<uint4*>(to) = left > 0 ? *reinterpret_cast<const uint4*>(x) : make_uint4(0, 0, 0, 0);
+    } else {
+      FP4_ROLLED
+      for (int j = 0; j < kPerPiece<T>; ++j) reinterpret_cast<T*>(to)[j] = j < left ? x[j] : T{};
+    }
   }
 }
 __device__ inline void load_stored_tile(const Input& in, const Place& p, char* tile) {
@@ -95,29 +90,47 @@ __device__ inline void load_stored_tile(const Input& in, const Place& p, char* t
 }
 __device__ inline void load_any_tile(const Input& in, const Place& p, char* tile) {
   if (in.dtype == Dtype::stored) return load_stored_tile(in, p, tile);
-  with_dtype(in.dtype, [&](auto* type) { load_tile<std::remove_pointer_t<decltype(type)>>(in, p, tile); });
+  if (in.dtype == Dtype::fp32)
+    load_tile<float>(in, p, tile);
+  else
+    load_tile<uint16_t>(in, p, tile);
 }
 inline size_t tile_bytes(Dtype dtype) { return kTile * kTile * (dtype == Dtype::bf16 || dtype == Dtype::fp16 ? 2 : 4); }
 
+inline bool needs_tile(const Input& in) { return in.dtype == Dtype::stored || !rows_are_aligned(in); }
+
 // N elements of the tile along the contraction: from k on, of output row `row` (both within the tile). Without a tile in
-// shared memory, straight from the input, row-wise.
+// shared memory, straight from the input, row-wise, in rows that are aligned.
+template <class T, int N>
+__device__ __forceinline__ void load_line_of(const Input& in, const Place& p, const char* tile, bool colwise, int row, int k, T (&t)[N]) {
+  if (colwise) {
+    FP4_UNROLL
+    for (int i = 0; i < N; ++i) t[i] = tile_element<T>(tile, k + i, row);
+    return;
+  }
+  FP4_UNROLL
+  for (int i = 0; i < N; i += kPerPiece<T>) {
+    uint4 u = make_uint4(0, 0, 0, 0);
+    if (tile)
+      u = *reinterpret_cast<const uint4*>(tile_piece<T>(const_cast<char*>(tile), row, (k + i) / kPerPiece<T>));
+    else if (p.row + row < in.rows && p.col + k + i < in.cols)
+      u = *reinterpret_cast<const uint4*>(static_cast<const T*>(in.x) + (p.batch * in.rows + p.row + row) * in.cols + p.col + k + i);
+    unpack(u, t + i);
+  }
+}
 template <int N>
 __device__ __forceinline__ void load_line(const Input& in, const Place& p, const char* tile, bool colwise, int row, int k, float (&t)[N]) {
-  with_dtype(in.dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    if (colwise) {
-      FP4_UNROLL
-      for (int i = 0; i < N; ++i) t[i] = tile_element<T>(tile, k + i, row);
-      return;
-    }
-    const bool aligned = tile != nullptr || rows_are_aligned<T>(in);
+  if (in.dtype == Dtype::bf16 || in.dtype == Dtype::fp16) {
+    uint16_t halves[N];
+    load_line_of(in, p, tile, colwise, row, k, halves);
     FP4_UNROLL
-    for (int i = 0; i < N; i += kPerPiece<T>) {
-      const uint4 u = tile ? *reinterpret_cast<const uint4*>(tile_piece<T>(const_cast<char*>(tile), row, (k + i) / kPerPiece<T>))
-                           : load_piece(static_cast<const T*>(in.x), in, p.batch, p.row + row, p.col + k + i, aligned);
-      unpack(u, t + i, static_cast<const T*>(nullptr));
-    }
-  });
+    for (int i = 0; i < N; ++i) t[i] = bf16_to_float(halves[i]);
+    if (in.dtype == Dtype::bf16) return;
+    FP4_UNROLL
+    for (int i = 0; i < N; ++i) t[i] = fp16_to_float(halves[i]);
+  } else {
+    load_line_of(in, p, tile, colwise, row, k, t);
+  }
 }
 
 // Where a thread stands: lanes along the contraction, the rest across it; it visits the lines line, line + kStep, …
@@ -142,30 +155,33 @@ __device__ inline Rng read_rng(const Copy& c) {
 template <int N>
 struct Rotation {
   int n, stages;
-  uint32_t signs[2];  // of this thread's elements
-  int place;          // of this thread in its vector
-  __device__ Rotation(const Copy& c, const Rng& rng, int chunk) : n(c.rht), stages(c.rht ? c.stages : 0), signs{}, place(0) {
+  uint32_t first, second;  // the signs of this thread's elements in either stage
+  int place;               // of this thread in its vector
+  __device__ Rotation(const Copy& c, const Rng& rng, int chunk) : n(c.rht), stages(c.rht ? c.stages : 0), first(0), second(0), place(0) {
     if (n > N) place = chunk & (n / N - 1);
-    for (int s = 0; s < stages; ++s) {
-      const auto words = rht_signs(rng, s);
-      uint32_t word = 0;
-      FP4_UNROLL
-      for (int w = 0; w < 4; ++w) word = w == place * N / 32 ? words.w[w] : word;
-      signs[s] = n == 16 ? (word & 0xffffu) * 0x10001u : word >> (place * N % 32);
-    }
+    if (stages > 0) first = signs_of(rng, 0);
+    if (stages > 1) second = signs_of(rng, 1);
   }
   __device__ int lanes() const { return n > N ? n / N : 1; }
 
   // exists: how many of t's elements lie before the end of the (padded) contraction; the rest is not rotated.
   __device__ void operator()(float (&t)[N], int64_t exists) const {
     if (n == 0) return;
-    for (int s = 0; s < stages; ++s) stage(t, signs[s], s == 1);
+    FP4_ROLLED
+    for (int s = 0; s < stages; ++s) stage(t, s ? second : first, s == 1);
     if (N == 32 && n == 16 && exists <= 16)
       for (int i = 16; i < N; ++i) t[i] = 0.0f;
     poison(t);
   }
 
  private:
+  __device__ uint32_t signs_of(const Rng& rng, uint32_t stage) const {
+    const auto words = rht_signs(rng, stage);
+    const int at = place * N / 32;
+    const uint32_t word = at == 0 ? words.w[0] : at == 1 ? words.w[1] : at == 2 ? words.w[2] : words.w[3];
+    return n == 16 ? (word & 0xffffu) * 0x10001u : word >> (place * N % 32);
+  }
+
   __device__ void stage(float (&t)[N], uint32_t sign, bool turned) const {
     FP4_UNROLL
     for (int i = 0; i < N; ++i) t[i] = as_float(bits(t[i]) ^ ((sign >> i & 1u) << 31));

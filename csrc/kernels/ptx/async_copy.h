@@ -9,13 +9,15 @@ namespace fp4ext::kernels {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// kBytes: 4, 8 or 16; both addresses are multiples of it. Only 16 may pass the L1 cache by.
+// kBytes: 4, 8 or 16; both addresses are multiples of it. Only 16 may pass the L1 cache by. Without `exists` nothing is read,
+// and zeros are written.
 template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool exists = true) {
   if constexpr (kBytes == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 16 : 0) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes), "r"(exists ? kBytes : 0)
+                 : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until no more than kPending of this thread's groups are under way.
@@ -27,8 +29,8 @@ __device__ __forceinline__ void wait_copies() {
 #else
 
 template <int kBytes>
-void copy_async(void* to, const void* from) {
-  simt::copy_async(to, from, kBytes);
+void copy_async(void* to, const void* from, bool exists = true) {
+  simt::copy_async(to, from, kBytes, exists);
 }
 inline void commit_copies() { simt::commit_copies(); }
 template <int kPending>

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 Points = list[tuple[float, float]]
@@ -20,7 +20,15 @@ class Line:
 
 
 def chart(
-    lines: list[Line], label: str, unit: str, width: int, height: int, top: float | None = None, zero: bool = False
+    lines: list[Line],
+    label: str,
+    unit: str,
+    width: int,
+    height: int,
+    top: float | None = None,
+    zero: bool = False,
+    across: str = "step",
+    log: bool = False,
 ) -> str:
     """An SVG of that size in CSS pixels (it shrinks with its container).
 
@@ -30,7 +38,13 @@ def chart(
         unit: of the vertical axis.
         top: where the vertical axis ends; curves above leave the picture. None: all of it.
         zero: the axis includes 0, with a line there.
+        across: what the horizontal axis counts.
+        log: both axes are logarithmic; points that are not above zero are left out.
     """
+    if log:
+        lines = [replace(line, points=[(x, y) for x, y in line.points if x > 0 and y > 0]) for line in lines]
+        lines = [replace(line, points=[(math.log10(x), math.log10(y)) for x, y in line.points]) for line in lines]
+    text = power if log else number
     lines = [line for line in lines if line.points]
     values = [y for line in lines for _, y in line.points if top is None or y <= top]
     if not values:
@@ -51,16 +65,16 @@ def chart(
 
     aria = escape(label, quote=True)
     out = [f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="{aria}">']
-    for y in ticks(low, high, 6):
+    for y in decades(low, high) if log else ticks(low, high, 6):
         kind = "zero" if zero and abs(y) < 1e-12 else "grid"
         out.append(f'<line class="{kind}" x1="{x0}" x2="{x1}" y1="{py(y)}" y2="{py(y)}"/>')
-        out.append(f'<text x="{x0 - 8}" y="{py(y) + 4}" text-anchor="end">{number(y)}</text>')
-    for x in ticks(0, right, max(3, width // 130)):
+        out.append(f'<text x="{x0 - 8}" y="{py(y) + 4}" text-anchor="end">{text(y)}</text>')
+    for x in decades(0, right) if log else ticks(0, right, max(3, width // 130)):
         out.append(f'<line class="tick" x1="{px(x)}" x2="{px(x)}" y1="{y0}" y2="{y0 + 5}"/>')
-        out.append(f'<text x="{px(x)}" y="{y0 + 20}" text-anchor="middle">{number(x)}</text>')
+        out.append(f'<text x="{px(x)}" y="{y0 + 20}" text-anchor="middle">{text(x)}</text>')
     out.append(f'<line class="axis" x1="{x0}" x2="{x1}" y1="{y0}" y2="{y0}"/>')
     out.append(f'<text x="0" y="14">{escape(unit)}</text>')
-    out.append(f'<text x="{x1}" y="{height - 4}" text-anchor="end">step</text>')
+    out.append(f'<text x="{x1}" y="{height - 4}" text-anchor="end">{escape(across)}</text>')
     box = f"{x0} {y1} {x1 - x0 + 4} {y0 - y1}"  # curves above `top` end at its edge
     out.append(f'<svg x="{x0}" y="{y1}" width="{x1 - x0 + 4}" height="{y0 - y1}" viewBox="{box}" overflow="hidden">')
     for line in sorted(lines, key=lambda line: not line.faint):
@@ -71,7 +85,8 @@ def chart(
             continue
         out.append(f'<polyline class="curve" style="{style}" points="{path}"/>')
         for x, y in line.points if len(line.points) <= 40 else []:
-            title = f"<title>{escape(line.name)}, step {number(x)}: {y:.4g} {escape(unit)}</title>"
+            at, value = (f"{10**x:.4g}", 10**y) if log else (number(x), y)
+            title = f"<title>{escape(line.name)}, {escape(across)} {at}: {value:.4g} {escape(unit)}</title>"
             out.append(f'<circle r="2.6" cx="{px(x)}" cy="{py(y)}" style="fill:var(--hue-{line.hue})">{title}</circle>')
     out.append("</svg></svg>")
     return "".join(out)
@@ -86,7 +101,17 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def decades(low: float, high: float) -> list[float]:
+    """The whole powers of ten in [low, high], given as exponents."""
+    return [float(e) for e in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)]
+
+
+def power(exponent: float) -> str:
+    """A logarithmic tick's text: 100, 0.01, 1e−6."""
+    return number(10**exponent) if abs(exponent) <= 3 else f"1e{number(exponent)}"
+
+
 def number(value: float) -> str:
     """A tick's text: 0, 250, 2.5, −10."""
-    text = f"{value:.10g}"
-    return text.replace("-", "−")
+    written = f"{value:.10g}"
+    return written.replace("-", "−")

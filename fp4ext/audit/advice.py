@@ -1,0 +1,286 @@
+"""advise: rank formats and rules, stage by stage, on a model's own tensors, and write the choice down as a Policy.
+
+Each stage asks for something else, whatever the goal (docs/tour.md):
+
+    pretraining, forward    low error: it is most of the loss gap
+    pretraining, backward   no drift first, since noise dilutes over tokens and steps; only then the goal
+    RL sampler              as the forward, with an outer scale that a row's batch mates cannot move
+    RL trainer              the sampler's own operands, and a backward in BF16 on them: any difference is off-policy
+
+Candidates are measured (layer.py) and priced (cost.py); a layer in which the choice shows a fault stays in more bits.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from .. import policy_file
+from ..policy import Policy
+from ..recipe import Dgrad, Fprop, Recipe, Wgrad
+from ..spec import Spec
+from .calibrate import Here
+from .capture import Layer, Loss, capture, loss_of, plain, under
+from .cost import layer_seconds
+from .layer import HAT, Row, operands, products
+from .machines import Machine
+from .operations import Op, of_layer
+from .report import DRIFT, SATURATION, UNDERFLOW
+
+GOALS = ("error", "bias", "speed", "memory")
+NVFP4, TILE, MX = Spec("nvfp4"), Spec("nvfp4", block="16x16"), Spec("mxfp8")
+
+
+def _fprop(key: str) -> Recipe:
+    return Recipe(Fprop(Spec.parse(key), Spec.parse(key)))
+
+
+def _both(fprop: Fprop, dy: Spec, w: Spec, x: Spec, from_fprop: bool, wgrad_dy: Spec | None = None) -> Recipe:
+    return Recipe(fprop, Dgrad(dy, w, from_fprop), Wgrad(wgrad_dy or dy, x, from_fprop))
+
+
+FORWARD = {
+    "bf16": Recipe(),
+    "mxfp8": _fprop("mxfp8"),
+    "mxfp4": _fprop("mxfp4"),
+    "amax": _fprop("nvfp4/amax"),
+    "amax, w 16x16": Recipe(Fprop(NVFP4, TILE)),
+    "four_over_six": _fprop("nvfp4/four_over_six"),
+    "sweep": _fprop("nvfp4/sweep"),
+}
+SR, MINVAR = Spec("nvfp4", rounding="stochastic"), Spec("nvfp4", "minvar", "stochastic")
+EDEN, EDEN2 = Spec("nvfp4", "amax", "eden", rht="128"), Spec("nvfp4", "sweep", "eden", rht="128x2")
+BACKWARD: dict[str, Callable[[Fprop], Recipe]] = {
+    "bf16": lambda f: Recipe(f),
+    "mxfp8": lambda f: _both(f, MX, MX, MX, True),
+    "nearest": lambda f: _both(f, NVFP4, NVFP4, NVFP4, True),
+    "stochastic": lambda f: _both(f, SR, SR, SR, True),
+    "stochastic minvar": lambda f: _both(f, MINVAR, MINVAR, MINVAR, True),
+    "MS-EDEN, one stage": lambda f: _both(f, EDEN, EDEN, EDEN, True),
+    "MS-EDEN + sweep, two stages": lambda f: _both(f, EDEN2, EDEN2, EDEN2, True),
+}
+
+
+@dataclass(frozen=True)
+class Score:
+    """A candidate of a stage, over the layers that were measured.
+
+    Attributes:
+        error: mean relative MSE of the products (y; dx and dw), of one draw.
+        drift: mean floor of the products: what no average removes. Zero in a forward, which is judged by its error.
+        faults: layers in which its operands or products drift, saturate or underflow.
+        seconds: of the stage's GEMMs and quantizers for one token of all layers.
+        bits: stored bits an element: of weights (forward), of activations saved for backward.
+    """
+
+    name: str
+    error: float
+    drift: float
+    faults: tuple[str, ...]
+    seconds: float
+    bits: float
+
+
+@dataclass
+class Advice:
+    """A policy, and why.
+
+    Attributes:
+        policy: the proposal.
+        why: place in the policy file → reason, with numbers.
+        ranked: "forward" and "backward" → Scores, the best on the goal first.
+        goal, machine: what was asked for, and what it was priced on.
+        loss: of the plain model and of the proposal on the batches.
+    """
+
+    policy: Policy
+    why: dict[str, str]
+    ranked: dict[str, list[Score]] = field(default_factory=dict)
+    goal: str = "error"
+    machine: str = ""
+    loss: tuple[float, float] = (0.0, 0.0)
+
+    def text(self, form: str = "toml") -> str:
+        """The policy file."""
+        return policy_file.dumps(self.policy, self.why, form)
+
+
+def advise(
+    model: nn.Module,
+    batches: Iterable,
+    goal: str = "error",
+    *,
+    machine: Machine | Here,
+    budget: float = 0.01,
+    loss: Loss = loss_of,
+    draws: int = 12,
+    tokens: int = 256,
+    most: int = 8,
+    name: str = "advice",
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+) -> Advice:
+    """Propose a policy for a model.
+
+    Args:
+        goal: "error", "bias", "speed" or "memory": what decides among the 4-bit candidates that are sound.
+        machine: what the time is priced on.
+        budget: relative increase of the loss on the batches that is allowed; layers leave 4 bits, the costliest in loss
+            first, until it is kept.
+        most: layers that are measured, spread over the model.
+        name: of the policy.
+
+    Raises:
+        ValueError: an unknown goal, a budget that is not above zero, no batches, a model without a layer to convert.
+    """
+    if goal not in GOALS:
+        raise ValueError(f"unknown goal {goal!r}; accepted: {', '.join(GOALS)}")
+    if not budget > 0:
+        raise ValueError(f"budget is {budget}; accepted: a relative loss above 0, such as 0.01")
+    batches = list(batches)
+    with under(model, "end_to_end") as converted:
+        names = list(converted.converted)
+    if not names:
+        raise ValueError("the model has no layer to convert; accepted: a model with nn.Linear layers")
+    step = max(1, -(-len(names) // most))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        progress("running the batches", 0, 1)
+        layers = list(capture(model, batches, names[::step], loss, tokens).values())
+        forward = _scores(FORWARD, "fprop", layers, machine, draws, goal, progress)
+        chosen = next(s for s in forward if s.name not in ("bf16", "mxfp8"))
+        fprop = FORWARD[chosen.name].fprop
+        candidates = {key: make(fprop) for key, make in BACKWARD.items()}
+        backward = _scores(candidates, "backward", layers, machine, draws, goal, progress)
+        back = next(s for s in backward if s.name not in ("bf16", "mxfp8"))
+        advice = Advice(_policy(name, fprop, candidates[back.name]), {}, goal=goal, machine=machine.name)
+        advice.ranked = {"forward": forward, "backward": backward}
+        _reasons(advice, chosen, back)
+        _exceptions(advice, back)
+        _keep_budget(advice, model, batches, loss, names, budget, progress)
+    return advice
+
+
+def needed() -> list[Op]:
+    """The operations that a machine must be calibrated for, so that every candidate can be priced."""
+    recipes = [*FORWARD.values(), *(make(f.fprop) for f in FORWARD.values() for make in BACKWARD.values())]
+    return [op for recipe in recipes for op in of_layer(recipe, 1, 1, 1)]
+
+
+def _scores(candidates, which, layers: list[Layer], machine, draws, goal, progress) -> list[Score]:
+    scores = []
+    for i, (key, recipe) in enumerate(candidates.items()):
+        progress(f"{which}: {key}", i, len(candidates))
+        scores.append(_score(key, recipe, which, layers, machine, draws))
+    order = {
+        "error": lambda s: (bool(s.faults), s.error),
+        "bias": lambda s: (bool(s.faults), s.drift if s.drift > DRIFT else 0.0, s.error),
+        "speed": lambda s: (bool(s.faults), s.seconds),
+        "memory": lambda s: (bool(s.faults), s.bits, s.error),
+    }[goal]
+    return sorted(scores, key=order)
+
+
+def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine, draws: int) -> Score:
+    error, drift, faulty, spent, tokens = [], [], [], 0.0, 0
+    for layer in layers:
+        rows = [*operands(layer, recipe, draws), *products(layer, recipe, draws)]
+        mine = [row for row in rows if (row.gemm == "fprop") == (which == "fprop")]
+        made = [row for row in mine if row.is_product]
+        error += [row.measured.mse for row in made]
+        if which == "backward":
+            drift += [max(row.measured.law.floor.mean, 0.0) for row in made]
+        if any(_fault(row) for row in mine):
+            faulty.append(layer.name)
+        t, (n, k) = max(layer.tokens, 128), layer.shape
+        ops = [op for op in of_layer(recipe, t, n, k) if (op.gemm == "fprop") == (which == "fprop")]
+        spent += layer_seconds(ops, machine)
+        tokens = t
+    bits = recipe.weight_bits if which == "fprop" else recipe.saved_activation_bits
+    mean_drift = statistics.fmean(drift) if drift else 0.0
+    return Score(key, statistics.fmean(error), mean_drift, tuple(faulty), spent / max(1, tokens), bits)
+
+
+def _fault(row: Row) -> bool:
+    m = row.measured
+    drift = row.gemm != "fprop" and m.law.drifts and m.law.floor.low > DRIFT
+    return drift or m.saturation > SATURATION or m.underflow > UNDERFLOW or m.non_finite > 0
+
+
+def _policy(name: str, fprop: Fprop, pretrain: Recipe) -> Policy:
+    sampler = Recipe(
+        Fprop(*(s and (s.with_(outer="pow2") if s.fmt.has_global_scale else s) for s in (fprop.x, fprop.w)))
+    )
+    return Policy(name, pretrain, sampler, Recipe(sampler.fprop))
+
+
+def _reasons(advice: Advice, chosen: Score, back: Score) -> None:
+    forward, backward, goal = advice.ranked["forward"], advice.ranked["backward"], advice.goal
+    advice.why[""] = f"Proposed for the goal {goal!r}; time priced on {advice.machine}."
+    for operand in ("x", "w"):
+        advice.why[f"pretrain.fprop.{operand}"] = f"{_said(chosen)}; next: {_others(forward, chosen)}"
+    drift = (
+        f"floor {back.drift:.1e}, unbiased by the averaging law" if back.drift <= DRIFT else f"floor {back.drift:.1e}"
+    )
+    for gemm, what in (("dgrad", ("dy", "w")), ("wgrad", ("dy", "x"))):
+        for operand in what:
+            advice.why[f"pretrain.{gemm}.{operand}"] = f"{_said(back)}, {drift}; next: {_others(backward, back)}"
+        hat = {"dgrad": "w", "wgrad": "x"}[gemm] + HAT
+        advice.why[f"pretrain.{gemm}.from_fprop"] = f"of {hat}, so that it is the gradient of what the forward computed"
+    for operand in ("x", "w"):
+        advice.why[f"rl_sampler.fprop.{operand}"] = (
+            f"{_said(chosen)} in pretraining's forward; outer pow2, so that a row's codes do not depend on its batch"
+        )
+        advice.why[f"rl_trainer.fprop.{operand}"] = "exactly the sampler's: any difference is off-policy"
+
+
+def _said(s: Score) -> str:
+    return f"{s.name}: error {s.error:.2e}, {s.bits:g} bit, {1e9 * s.seconds:.3g} ns a token"
+
+
+def _others(scores: list[Score], but: Score) -> str:
+    others = [s for s in scores if s != but][:3]
+    marks = (f"{s.name} {s.error:.2e}" + (f" floor {s.drift:.1e}" if s.drift > DRIFT else "") for s in others)
+    return ", ".join(marks)
+
+
+def _exceptions(advice: Advice, back: Score) -> None:
+    """Layers in which the backward shows a fault keep their forward, and go back in BF16."""
+    for layer in back.faults:
+        recipe = Recipe(advice.policy.pretrain.fprop)
+        advice.why[f"rules.{len(advice.policy.rules)}"] = (
+            f"{back.name} drifts, saturates or underflows here, so the backward of this layer stays BF16"
+        )
+        advice.policy = replace(advice.policy, rules=(*advice.policy.rules, (layer, recipe)))
+
+
+def _keep_budget(advice: Advice, model, batches, loss: Loss, names: list[str], budget: float, progress) -> None:
+    """Greedy: the layer that costs most loss leaves 4 bits first, until the loss is within the budget."""
+
+    @torch.no_grad()
+    def mean(policy: Policy | None) -> float:
+        torch.manual_seed(0)
+        with plain(model) if policy is None else under(model, policy):
+            return sum(loss(model, batch).item() for batch in batches) / len(batches)
+
+    base, now = mean(None), mean(advice.policy)
+    if now > base * (1 + budget):
+        alone = {}
+        for i, layer in enumerate(names):
+            progress("sensitivity", i, len(names))
+            others = tuple(n for n in names if n != layer)
+            alone[layer] = mean(advice.policy.with_(keep=(*advice.policy.keep, *others))) - base
+        for layer in sorted(alone, key=alone.get, reverse=True):
+            advice.policy = advice.policy.with_(keep=(*advice.policy.keep, layer))
+            now = mean(advice.policy)
+            if now <= base * (1 + budget):
+                break
+    left = [n for n in names if n in advice.policy.keep]
+    change = f"loss on these batches {base:.4f} plain, {now:.4f} so ({now / base - 1:+.2%}; allowed {budget:.2%})"
+    advice.why["keep"] = (
+        f"{change}; {len(left)} of {len(names)} layers left in BF16 for it, the costliest in loss first"
+    )
+    advice.loss = (base, now)

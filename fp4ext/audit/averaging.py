@@ -1,0 +1,124 @@
+"""The averaging law: what of an error averages out, and what stays.
+
+A quantizer's draws err by e_b = n_b + d: noise, independent from draw to draw with mean zero, and drift, the same in
+all. The mean of B draws then errs by
+
+    err(B) = E‖(e_1 + … + e_B)/B‖² = variance/B + floor,    variance = E‖n‖²,   floor = ‖d‖².
+
+So a random error is forgiven by averages over tokens and steps, and a drift is not, however small it looks beside the
+noise of one draw. Both follow from the inner products of the draws' errors, without a bias of their own:
+
+    floor = mean of ⟨e_a, e_b⟩ over a ≠ b,    variance = mean of ‖e_a‖² less the floor,
+
+which is the fit of that law to the averages over all subsets of the draws. All errors are relative, ‖·‖² over ‖truth‖².
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+AT = 256  # draws at which docs/numerics.md, 8, judges: B·err(mean of B)/err(1) within 10 % of 1
+UNBIASED = 1.1
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its confidence interval; an exact value has none to speak of (low = mean = high)."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def exact(cls, value: float) -> Interval:
+        return cls(value, value, value)
+
+    @classmethod
+    def around(cls, mean: float, error: float, freedom: int) -> Interval:
+        """95 % by Student's t, with the standard error of the mean and its degrees of freedom."""
+        half = t_quantile(freedom) * error
+        return cls(mean, mean - half, mean + half)
+
+    @classmethod
+    def of(cls, samples: Tensor) -> Interval:
+        """Of independent samples [B]."""
+        if len(samples) < 2:
+            return cls.exact(samples.mean().item())
+        return cls.around(samples.mean().item(), samples.std().item() / math.sqrt(len(samples)), len(samples) - 1)
+
+
+@dataclass(frozen=True)
+class Law:
+    """err(B) = variance/B + floor, fitted to draws.
+
+    Attributes:
+        variance: of one draw, relative to ‖truth‖².
+        floor: what no average removes, relative to ‖truth‖²; estimated without bias, so it may come out below zero.
+        curve: (B, relative error of the mean of the first B draws), for B = 1, 2, 4, …
+        draws: how many; 1 where nothing is random: then all of the error is floor, exactly.
+    """
+
+    variance: float
+    floor: Interval
+    curve: tuple[tuple[int, float], ...]
+    draws: int
+
+    def err(self, b: int) -> float:
+        """The law's error of the mean of b draws."""
+        return self.variance / b + max(self.floor.mean, 0.0)
+
+    @property
+    def ratio(self) -> Interval:
+        """B·err(B)/err(1) at B = 256: 1 where nothing drifts, 256 where all of the error does."""
+        return Interval(*(self._ratio(floor) for floor in (self.floor.mean, self.floor.low, self.floor.high)))
+
+    def _ratio(self, floor: float) -> float:
+        one = self.variance + floor
+        return min(max((self.variance + AT * floor) / one, 0.0), float(AT)) if one > 0 else 1.0
+
+    @property
+    def drifts(self) -> bool:
+        """Whether drift is there beyond doubt, by the gate of docs/numerics.md, 8."""
+        return self.ratio.low > UNBIASED
+
+
+def fit(errors: Tensor, power: float) -> Law:
+    """The law of draws' errors.
+
+    Args:
+        errors: [B, …], the error of each draw. One draw: an error that is not random.
+        power: ‖truth‖² over the same entries.
+    """
+    flat = errors.flatten(1).double()
+    b = len(flat)
+    if power <= 0:
+        return Law(0.0, Interval.exact(0.0), (), b)
+    gram = flat @ flat.T / power
+    if b == 1:
+        return Law(0.0, Interval.exact(gram.item()), ((1, gram.item()),), 1)
+    one = gram.diagonal().mean().item()
+    off = gram.sum(1) - gram.diagonal()
+    floor = (off.sum() / (b * (b - 1))).item()
+    sizes = [2**i for i in range(b.bit_length()) if 2**i <= b]
+    curve = tuple((n, (gram[:n, :n].sum() / n**2).item()) for n in sizes)
+    if b == 2:
+        return Law(one - floor, Interval(floor, -one, one), curve, b)
+    # Leave one draw out at a time: the spread of what remains is the estimate's own.
+    without = (off.sum() - 2 * off) / ((b - 1) * (b - 2))
+    error = ((b - 1) / b * (without - without.mean()).square().sum()).sqrt().item()
+    return Law(one - floor, Interval.around(floor, error, b - 1), curve, b)
+
+
+def t_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, by four terms of its expansion around the normal's 1.96."""
+    z, inverse = 1.959964, 1 / freedom
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term * inverse**i for i, term in enumerate(terms))

@@ -1,0 +1,314 @@
+"""Cost: what a step takes, in time, bytes and memory, and which term binds.
+
+A term is an operation on the critical path. Its time is the larger of its arithmetic and its traffic,
+
+    seconds = max(operations / rate, bytes / bandwidth),
+
+with the rates and the bandwidth of a data sheet times an efficiency, and the step is the sum of the terms, or the time
+to exchange weights and gradients, if that is larger (they overlap). Quantizers live on the vector lanes; products on
+the tensor cores, at the rate of their widest operand. What is not a converted layer is BF16.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import policies
+from ..policy import Policy, check_stage
+from ..spec import Spec
+from .calibrate import Here
+from .machines import Machine
+from .operations import Op, arithmetic, bits, moved, of_layer
+
+EFFICIENCY = 0.7  # of a data sheet's figures: an assumption, for a described machine was not measured
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A kind of linear layer: w [n, k], `count` of them, by the name that a policy sees."""
+
+    name: str
+    n: int
+    k: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only transformer, as the cost model sees it.
+
+    Attributes:
+        name: what a person calls it.
+        layers, d, heads, kv_heads, head_dim, ffn, context, vocab: its sizes; `ffn` is the inner width of SwiGLU.
+    """
+
+    name: str
+    layers: int
+    d: int
+    heads: int
+    ffn: int
+    context: int
+    vocab: int
+    kv_heads: int = 0
+    head_dim: int = 0
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """The linear layers of all blocks; q, k, v share one matrix, and gate and up another."""
+        dim = self.head_dim or self.d // self.heads
+        q, kv = self.heads * dim, (self.kv_heads or self.heads) * dim
+        sizes = (("attention.qkv", q + 2 * kv, self.d), ("attention.out", self.d, q))
+        sizes += (("mlp.gate_up", 2 * self.ffn, self.d), ("mlp.down", self.d, self.ffn))
+        return [Matrix(name, n, k, self.layers) for name, n, k in sizes]
+
+    @property
+    def linear_parameters(self) -> int:
+        return sum(m.n * m.k * m.count for m in self.matrices)
+
+    @property
+    def parameters(self) -> int:
+        """Embedding and head counted, apart."""
+        return self.linear_parameters + 2 * self.vocab * self.d + (2 * self.layers + 1) * self.d
+
+    @classmethod
+    def read(cls, source: str | Path) -> Shape:
+        """The shape in a config.json (of transformers or of a run), or in a folder that holds one.
+
+        Raises:
+            ValueError: it cannot be read, or lacks a size; the message says which.
+        """
+        path = Path(source)
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{source}: cannot be read ({error}); accepted: a config.json with a model's sizes"
+            ) from None
+        config = config.get("text_config", config)
+        if isinstance(config.get("run"), dict):  # a run of fp4ext
+            config = config["run"]["preset"]["shape"] | {"name": config["run"]["preset"]["name"]}
+        name = config.get("name") or config.get("_name_or_path") or config.get("model_type") or path.stem
+        found = {"name": str(name)}
+        for field_, keys in KEYS.items():
+            value = next((config[key] for key in keys if config.get(key) is not None), None)
+            if value is None and field_ in ("kv_heads", "head_dim"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{file}: {' or '.join(keys)} is {value!r}; accepted: a whole number from 1")
+            found[field_] = value
+        return cls(**found)
+
+
+KEYS = {
+    "layers": ("layers", "num_hidden_layers", "n_layer"),
+    "d": ("d", "hidden_size", "n_embd"),
+    "heads": ("heads", "num_attention_heads", "n_head"),
+    "ffn": ("ffn", "intermediate_size", "n_inner"),
+    "context": ("context", "max_position_embeddings", "n_positions"),
+    "vocab": ("vocab", "vocab_size"),
+    "kv_heads": ("kv_heads", "num_key_value_heads"),
+    "head_dim": ("head_dim",),
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a step.
+
+    Attributes:
+        name: what it is, e.g. "dgrad".
+        seconds: what it takes.
+        operations, bytes: what it does and moves.
+        binds: "tensor cores", "vector lanes", "memory" or "link"; "measured" on this machine.
+    """
+
+    name: str
+    seconds: float
+    operations: float
+    bytes: float
+    binds: str
+
+
+@dataclass
+class Cost:
+    """A step of one chip, and the whole run.
+
+    Attributes:
+        terms: the parts of a step, in order; `exchange` overlaps them.
+        seconds: of a step. tokens: of a step on all chips.
+        memory: what each chip holds, by what it is, bytes.
+    """
+
+    shape: Shape
+    policy: str
+    machine: str
+    gpus: int
+    tokens: int
+    terms: list[Term]
+    exchange: Term | None
+    memory: dict[str, float] = field(default_factory=dict)
+    room: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(sum(t.seconds for t in self.terms), self.exchange.seconds if self.exchange else 0.0)
+
+    @property
+    def binds(self) -> Term:
+        """The longest part, or the exchange where nothing hides it."""
+        longest = max(self.terms, key=lambda t: t.seconds)
+        busy = sum(t.seconds for t in self.terms)
+        return self.exchange if self.exchange and self.exchange.seconds > busy else longest
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity of a step: operations a byte of memory traffic."""
+        return sum(t.operations for t in self.terms) / max(1.0, sum(t.bytes for t in self.terms))
+
+    @property
+    def overhead(self) -> float:
+        """The share of a step that quantizers take."""
+        return sum(t.seconds for t in self.terms if t.name.startswith("quantize")) / self.seconds
+
+    def run_seconds(self, tokens: float) -> float:
+        """The time of a run over that many tokens."""
+        return tokens / self.tokens * self.seconds
+
+
+def seconds(op: Op, machine: Machine | Here, efficiency: float = EFFICIENCY) -> Term:
+    """One operation on a machine."""
+    if isinstance(machine, Here):
+        return Term(op.kind, machine.seconds(op), _operations(op), moved(op), "measured")
+    arithmetic_rate = machine.rate(*op.keys[:2]) if op.kind == "gemm" else machine.vector
+    compute = _operations(op) / (arithmetic_rate * efficiency)
+    memory = moved(op) / (machine.bandwidth * efficiency)
+    binds = "memory" if memory > compute else "tensor cores" if op.kind == "gemm" else "vector lanes"
+    return Term(op.kind, max(compute, memory), _operations(op), moved(op), binds)
+
+
+def layer_seconds(ops: Iterable[Op], machine: Machine | Here, efficiency: float = EFFICIENCY) -> float:
+    """The time of a layer's operations, one after the other."""
+    own = machine.layer if isinstance(machine, Here) else 0.0
+    return own + sum(seconds(op, machine, efficiency).seconds for op in ops)
+
+
+def cost(
+    shape: Shape,
+    policy: Policy | str,
+    machine: Machine,
+    gpus: int = 1,
+    batch_tokens: int | None = None,
+    stage: str = "pretrain",
+    efficiency: float = EFFICIENCY,
+) -> Cost:
+    """The cost of a step of a model under a policy, sharded over all chips (weights, moments, gradients).
+
+    Args:
+        machine: one that is described (machines.get).
+        batch_tokens: tokens of a step on all chips; default: 8192 a chip. For "rl_sampler": sequences that decode side
+            by side on one chip, a token each; default 64.
+        stage: "pretrain" and "rl_trainer" train; "rl_sampler" decodes, on weights that are quantized once.
+        efficiency: the share of the machine's figures that is reached.
+
+    Raises:
+        ValueError: an unknown stage or policy, gpus or batch_tokens under 1, an efficiency outside (0, 1].
+    """
+    policy = policies.get(policy)
+    check_stage(stage)
+    decode = stage == "rl_sampler"
+    batch_tokens = batch_tokens or (64 if decode else 8192 * gpus)
+    if gpus < 1 or batch_tokens < gpus * (not decode):
+        raise ValueError(f"gpus is {gpus}, batch_tokens {batch_tokens}; accepted: at least 1, and a token a chip")
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency is {efficiency}; accepted: above 0, up to 1")
+    t = batch_tokens if decode else batch_tokens // gpus
+    sums: dict[str, list[Term]] = {}
+    weights = saved = 0.0
+    for m in shape.matrices:
+        for block in range(m.count):
+            recipe = (
+                policy.recipe(stage, f"blocks.{block}.{m.name}") if block < m.count - _kept(policy, m.count) else None
+            )
+            recipe = recipe or policies.get("bf16").pretrain
+            for op in of_layer(recipe, t, m.n, m.k, backward=not decode, weights_ready=decode):
+                name = op.gemm if op.kind == "gemm" else f"quantize, {op.gemm}"
+                sums.setdefault(name, []).append(seconds(op, machine, efficiency))
+            weights += m.n * m.k * recipe.weight_bits / 8
+            saved += t * m.k * recipe.saved_activation_bits / 8
+    terms = [_sum(name, parts) for name, parts in sums.items()]
+    terms += _rest(shape, t, machine, efficiency, decode)
+    if decode:
+        memory = {"weights": weights + 2 * shape.vocab * shape.d * 2, "keys and values": t * _kv(shape) * shape.context}
+        return Cost(shape, policy.name, machine.name, gpus, t * gpus, terms, None, memory, machine.memory)
+    p, share = shape.parameters, shape.parameters / gpus
+    terms.append(_memory("optimizer", 28 * share, machine, efficiency))  # w, m, v, g read; w, m, v written; fp32
+    exchange = None
+    if gpus > 1:
+        sent = p * (2 + 2 + 2) * (gpus - 1) / gpus  # BF16 weights gathered twice, BF16 gradients scattered
+        exchange = Term("exchange", sent / (machine.link * efficiency), 0.0, sent, "link")
+    layer = max(m.n * m.k for m in shape.matrices)
+    memory = {
+        "weights and moments, fp32": 12 * share,
+        "gradients, fp32": 4 * share,
+        "two gathered layers": 2 * (2 + 4.5 / 8) * layer,
+        "saved for backward": saved + shape.layers * t * shape.d * 2 * 2,
+        "logits, fp32": min(t, 8192) * shape.vocab * 4.0,
+    }
+    return Cost(shape, policy.name, machine.name, gpus, batch_tokens, terms, exchange, memory, machine.memory)
+
+
+def _operations(op: Op) -> float:
+    if op.kind == "gemm":
+        return 2.0 * op.work
+    key = {"quantize": 0, "requantize": 1}.get(op.kind)
+    return op.work * (2.0 if key is None else arithmetic(Spec.parse(op.keys[key])))
+
+
+def _kept(policy: Policy, layers: int) -> int:
+    """How many of the last layers a policy keeps in BF16."""
+    return round(layers * policy.keep_last)
+
+
+def _kv(shape: Shape) -> float:
+    """Bytes of keys and values a token, BF16."""
+    dim = shape.head_dim or shape.d // shape.heads
+    return 2 * 2.0 * shape.layers * (shape.kv_heads or shape.heads) * dim
+
+
+def _sum(name: str, parts: list[Term]) -> Term:
+    largest = max(parts, key=lambda t: t.seconds)
+    total = (sum(getattr(t, what) for t in parts) for what in ("seconds", "operations", "bytes"))
+    return Term(name, *total, largest.binds)
+
+
+def _memory(name: str, traffic: float, machine: Machine, efficiency: float) -> Term:
+    return Term(name, traffic / (machine.bandwidth * efficiency), 0.0, traffic, "memory")
+
+
+def _rest(shape: Shape, t: int, machine: Machine, efficiency: float, decode: bool) -> list[Term]:
+    """Attention, norms, SwiGLU, residuals and head: BF16, whatever the policy."""
+    passes = 1 if decode else 3  # forward; and twice that for the backward
+    dim = (shape.head_dim or shape.d // shape.heads) * shape.heads
+    seen = shape.context if decode else shape.context / 2  # causal
+    attention = passes * 4.0 * t * seen * dim * shape.layers
+    traffic = t * seen * _kv(shape) if decode else passes * 2.0 * 4 * t * dim * shape.layers
+    rate = machine.rate("bf16") * efficiency
+    spent = max(attention / rate, traffic / (machine.bandwidth * efficiency))
+    binds = "tensor cores" if attention / rate >= spent else "memory"
+    head = passes * 2.0 * t * shape.d * shape.vocab
+    head_bytes = passes * (shape.d * shape.vocab * 2.0 + t * shape.vocab * 2.0)
+    head_spent = max(head / rate, head_bytes / (machine.bandwidth * efficiency))
+    # An element of a residual: 2 norms read and write it, 2 sums read two and write one; SwiGLU reads 2 ffn, writes 1.
+    pointwise = passes * shape.layers * t * (20.0 * shape.d + 6.0 * shape.ffn)
+    return [
+        Term("attention", spent, attention, traffic, binds),
+        Term("head", head_spent, head, head_bytes, "tensor cores" if head / rate >= head_spent else "memory"),
+        _memory("norms and SwiGLU", pointwise, machine, efficiency),
+    ]
+
+
+__all__ = ["Cost", "Matrix", "Shape", "Term", "bits", "cost", "layer_seconds", "seconds"]

@@ -1,0 +1,182 @@
+"""Live statistics: what the quantizers do while a model trains, every N steps, and what a person should do about it.
+
+    policy = fp4ext.policies.get("end_to_end").log_stats(every=50)
+    fp4ext.convert(model, policy)
+    monitor = fp4ext.audit.Monitor(model)
+    for step in range(steps):
+        with monitor.watch(step, lambda: loss_of(batch)):
+            loss_of(batch).backward()
+        if monitor.line: print(monitor.line["warnings"])
+
+On a step that is watched, hooks keep some tokens of what each layer reads (x) and is told (dy); they and some rows of w
+are quantized once more and counted. No other step pays anything, no random number is drawn from torch's generator, and
+nothing that the step computes changes. At the second look and every fourth after it, two more backward passes give the
+√3 ratio (fp4ext.noise).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..linear import Linear
+from ..noise import SQRT3, gradient_noise
+from ..policy import current_stage
+from ..quantize import quantize
+from ..spec import Spec
+from .operand import range_faults
+from .report import SATURATION, UNDERFLOW
+
+ROWS = 128  # of each tensor that are looked at
+NOISE_EVERY = 4  # watched steps between two looks at the √3 rule
+WINDOW, FLIPS, OSCILLATING = 8, 3, 0.05  # watched steps that are remembered, code changes in them, share of weights
+
+
+class Monitor:
+    """Watches the converted layers of a model.
+
+    Args:
+        model: with layers that fp4ext.convert made.
+        every: steps between looks; default: what the policy says (Policy.log_stats), else never.
+
+    Attributes:
+        layers: name → Linear.
+        line: after a watched step {"stats": {layer: {"x": {…}, "w": {…}, "dy": {…}, "ratio": …}}, "warnings": […]};
+            None after any other. metrics.jsonl keeps it.
+    """
+
+    def __init__(self, model: nn.Module, every: int | None = None):
+        self.model = model
+        self.layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+        self.every = every or max((m.policy.stats_every for m in self.layers.values()), default=0)
+        self.line: dict | None = None
+        self._seen = 0
+        self._codes: dict[str, deque[Tensor]] = {name: deque(maxlen=WINDOW) for name in self.layers}
+
+    @contextmanager
+    def watch(self, step: int, loss: Callable[[], Tensor] | None = None) -> Iterator[None]:
+        """Around the forward and backward of a step.
+
+        Args:
+            step: from 0; steps that `every` divides are watched.
+            loss: computes the loss of this batch anew, for the √3 ratio; without it there is none.
+        """
+        self.line = None
+        if not self.every or step % self.every:
+            yield
+            return
+        kept: dict[str, dict[str, Tensor]] = {name: {} for name in self.layers}
+        hooks = [m.register_forward_hook(_keep(kept[name])) for name, m in self.layers.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        with torch.no_grad():
+            stats = {name: self._layer(name, kept[name]) for name in self.layers}
+        if loss is not None and self._seen % NOISE_EVERY == 1:
+            for name, ratio in self._ratios(loss).items():
+                stats[name]["ratio"] = ratio
+        self._seen += 1
+        self.line = {"stats": stats, "warnings": warnings_of(stats, step + 1)}
+
+    def _layer(self, name: str, kept: dict[str, Tensor]) -> dict:
+        module = self.layers[name]
+        recipe = module.recipes[current_stage()]
+        out = {}
+        for role, spec, t in (
+            ("x", recipe.fprop.x, kept.get("x")),
+            ("w", recipe.fprop.w, module.weight.detach()),
+            ("dy", recipe.dgrad.dy, kept.get("dy")),
+        ):
+            if spec is None or t is None or not t.numel():
+                continue
+            out[role], codes = look(t, spec, role)
+            if role == "w" and codes is not None:
+                self._codes[name].append(codes)
+                out[role]["oscillating"] = oscillating(list(self._codes[name]))
+        return out
+
+    def _ratios(self, loss: Callable[[], Tensor]) -> dict[str, float]:
+        if not any(m.weight.requires_grad for m in self.layers.values()):
+            return {}
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            ratios = gradient_noise(self.model, loss, warn=False)
+        return {name: ratio for name, ratio in ratios.items() if math.isfinite(ratio)}
+
+
+def look(t: Tensor, spec: Spec, role: str) -> tuple[dict, Tensor | None]:
+    """The counters of some rows of a tensor [rows, K], and their codes where they are E2M1 and not rotated.
+
+    The outer scale is that of the whole tensor, except under an RHT.
+    """
+    whole = t.abs().amax().float()
+    rows = t[: ROWS * max(1, len(t) // ROWS)]
+    rows = rows[:: max(1, len(rows) // ROWS)][:ROWS] if spec.block != "16x16" else t[:ROWS]
+    rows = rows.float()
+    amax = whole if spec.outer in ("tensor", "pow2") and spec.rht == "none" and torch.isfinite(whole) else None
+    rng = torch.tensor([0x5EED, 0])
+    q = quantize(rows, spec, rng=rng, role=role, amax=amax)
+    counts = range_faults(q, spec, rows, rng)
+    histogram = {str(byte): n for byte, n in enumerate(counts.pop("histogram")) if n}
+    mse = counts.pop("mse")
+    counts["snr_db"] = -10 * math.log10(mse) if mse > 0 else None
+    finite = whole.item() if math.isfinite(whole.item()) else None
+    codes = q.codes.view(torch.uint8) if q.codes.dtype == torch.uint8 and spec.rht == "none" else None
+    return {"amax": finite, **counts, "histogram": histogram}, codes
+
+
+def oscillating(codes: list[Tensor]) -> float:
+    """The share of weights whose code changed at least FLIPS times in the window and came back to where it was."""
+    if len(codes) < WINDOW:
+        return 0.0
+    stack = torch.stack([torch.stack((c & 15, c >> 4)) for c in codes])
+    flips = (stack[1:] != stack[:-1]).sum(0)
+    return ((flips >= FLIPS) & (stack[0] == stack[-1])).float().mean().item()
+
+
+def warnings_of(stats: dict, step: int) -> list[str]:
+    """What a person can act on, a sentence each."""
+    found = []
+    for name, layer in stats.items():
+        for role, c in layer.items():
+            if role == "ratio":
+                continue
+            place = f"step {step}, {name}, {role}"
+            if c["non_finite"]:
+                found.append(f"{place}: {c['non_finite']:.1%} of the blocks are not finite; lower the learning rate")
+            if c["underflow"] > UNDERFLOW:
+                found.append(
+                    f"{place}: {c['underflow']:.1%} of the blocks underflow to zero; try outer='row', or MXFP8 there"
+                )
+            if c["saturation"] > SATURATION:
+                found.append(f"{place}: {c['saturation']:.1%} of the blocks saturate; use a scale rule that rounds up")
+            if c.get("oscillating", 0.0) > OSCILLATING:
+                found.append(
+                    f"{place}: {c['oscillating']:.1%} of the weights flip between two codes; lower the learning rate, "
+                    "or leave this layer in more bits"
+                )
+    under = {name: s["ratio"] for name, s in stats.items() if s.get("ratio", math.inf) < SQRT3}
+    if under:
+        worst = min(under, key=under.get)
+        found.append(
+            f"step {step}: rounding noise outweighs the gradient (under √3) in {len(under)} of {len(stats)} layers, "
+            f"most in {worst} ({under[worst]:.2f}); a larger batch or more bits in the backward would help"
+        )
+    return found
+
+
+def _keep(kept: dict[str, Tensor]):
+    """A forward hook that keeps what a layer reads, and what it is told in the backward."""
+
+    def hook(module, args, output):
+        kept["x"] = args[0].detach().flatten(0, -2)
+        if output.requires_grad:
+            output.register_hook(lambda g: kept.__setitem__("dy", g.detach().flatten(0, -2)))
+
+    return hook

@@ -1,0 +1,110 @@
+"""The work of one linear layer, as a list of primitive operations: what linear.py calls, and on how much.
+
+    fprop   y [T, N]   quantize x [T, K] and w [N, K],           T·N·K multiply-adds
+    dgrad   dx [T, K]  quantize dy [T, N] and w along N,         T·K·N
+    wgrad   dw [N, K]  quantize dy along T and x along T,        N·K·T
+
+Machines then say what an operation takes: a data sheet by arithmetic and bytes, this one by what was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import formats
+from ..recipe import Recipe
+from ..spec import Spec
+
+
+@dataclass(frozen=True)
+class Op:
+    """One primitive operation.
+
+    Attributes:
+        kind: "quantize", "requantize", "dequantize" or "gemm".
+        gemm: the GEMM it serves.
+        keys: what it works with: the stored format, the Spec's key, the axis; or the operands' formats and the output.
+        work: elements, or multiply-adds.
+        sizes: (rows, cols) or (M, N, K).
+    """
+
+    kind: str
+    gemm: str
+    keys: tuple[str, ...]
+    work: int
+    sizes: tuple[int, ...]
+
+
+def of_layer(recipe: Recipe, t: int, n: int, k: int, backward: bool = True, weights_ready: bool = False) -> list[Op]:
+    """The operations of a layer w [N, K] on t tokens under a recipe.
+
+    Args:
+        backward: with dgrad and wgrad.
+        weights_ready: w was quantized beforehand, as a sampler's is.
+    """
+    made: list[Op] = []
+
+    def quantize(gemm: str, spec: Spec | None, rows: int, cols: int, axis: int, kept: Spec | None = None) -> str:
+        """The format of the operand; `kept`: it is made of what the forward stored."""
+        if spec is None:
+            if kept:
+                made.append(Op("dequantize", gemm, (kept.format,), rows * cols, (rows, cols)))
+            return "bf16"
+        kind, keys = ("requantize", (kept.format,)) if kept else ("quantize", ())
+        made.append(Op(kind, gemm, (*keys, spec.key, str(axis)), rows * cols, (rows, cols)))
+        return spec.format
+
+    def gemm(name: str, a: str, b: str, sizes: tuple[int, int, int], out: str) -> None:
+        made.append(Op("gemm", name, (a, b, out), sizes[0] * sizes[1] * sizes[2], sizes))
+
+    f, d, w = recipe.fprop, recipe.dgrad, recipe.wgrad
+    a = quantize("fprop", f.x, t, k, -1)
+    b = (f.w.format if f.w else "bf16") if weights_ready else quantize("fprop", f.w, n, k, -1)
+    gemm("fprop", a, b, (t, n, k), "bf16")
+    if backward:
+        a = quantize("dgrad", d.dy, t, n, -1)
+        b = quantize("dgrad", d.w, n, k, -2, f.w if d.from_fprop or d.w is None else None)
+        gemm("dgrad", a, b, (t, k, n), "bf16")
+        a = quantize("wgrad", w.dy, t, n, -2)
+        b = quantize("wgrad", w.x, t, k, -2, f.x if w.from_fprop or w.x is None else None)
+        gemm("wgrad", a, b, (n, k, t), "fp32")
+    return made
+
+
+def bits(fmt: str) -> float:
+    """Stored bits an element, block scales included."""
+    return formats.get(fmt).bits_per_element if fmt in formats.FORMATS else {"bf16": 16.0, "fp32": 32.0}[fmt]
+
+
+def moved(op: Op) -> float:
+    """Bytes that an operation must read and write."""
+    if op.kind == "gemm":
+        m, n, k = op.sizes
+        a, b, out = op.keys
+        return (m * k * bits(a) + n * k * bits(b) + m * n * bits(out)) / 8
+    if op.kind == "quantize":
+        # x twice: its amax first, where the format has an outer scale.
+        spec = Spec.parse(op.keys[0])
+        return op.work * (16 * (2 if spec.fmt.has_global_scale else 1) + bits(spec.format)) / 8
+    if op.kind == "requantize":
+        return op.work * (2 * bits(op.keys[0]) + bits(Spec.parse(op.keys[1]).format)) / 8
+    return op.work * (bits(op.keys[0]) + 16) / 8
+
+
+def arithmetic(spec: Spec) -> float:
+    """fp32 operations an element that a quantizer needs, counted from docs/numerics.md; no GPU was measured.
+
+    A candidate scale costs a multiplication, a rounding of 3, and the error's 3; a Philox call of 10 rounds serves 8
+    elements; a butterfly is an addition an element.
+    """
+    candidates = {"four_over_six": 2, "four_over_six_mae": 2, "four_over_six_absmax": 2, "sweep": 5, "minvar": 6}
+    tried = candidates.get(spec.scale, 0)
+    count = 8 + 7 * tried  # magnitude, maximum, scale, multiply, round, pack
+    if spec.rounding == "stochastic":
+        count += 10 * 7 / 8 + 3
+    if spec.rounding == "eden":
+        count += 5  # S: two products, two sums, and the scale's rounding
+    if spec.rht != "none":
+        n, _, stages = spec.rht.partition("x")
+        count += int(stages or 1) * (2 + int(n).bit_length() - 1) + (2 if stages else 0)
+    return count

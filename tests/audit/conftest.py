@@ -1,0 +1,57 @@
+"""A model small enough to train and audit in seconds, on real text."""
+
+import argparse
+
+import pytest
+import torch
+
+from fp4ext.train import Preset, Shape, data
+from fp4ext.train.arm import Arm
+
+PRESET = Preset(
+    "audited",
+    Shape(layers=2, d=64, heads=2, ffn=128, context=64),
+    steps=30,
+    batch=8,
+    lr=4e-3,
+    min_lr=1e-3,
+    warmup=4,
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tensors this small are not worth two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    return data.load([argparse.__file__], PRESET.shape.context)
+
+
+@pytest.fixture(scope="session")
+def trained(corpus):
+    """The weights of a short run, as a state_dict."""
+    torch.manual_seed(0)
+    arm = Arm("bf16", PRESET, 0, torch.device("cpu"))
+    for step in range(PRESET.steps):
+        arm.step(*corpus.batch(0, step, PRESET.batch, PRESET.shape.context), step)
+    return {name: t.clone() for name, t in arm.model.state_dict().items()}
+
+
+@pytest.fixture
+def model(trained):
+    from fp4ext.train.model import Transformer
+
+    model = Transformer(PRESET.shape)
+    model.load_state_dict(trained)
+    return model
+
+
+@pytest.fixture
+def batches(corpus):
+    return [corpus.batch(1, i, 4, PRESET.shape.context) for i in range(2)]
