@@ -5,9 +5,10 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from fp4ext.pages.chart import Line, chart
+from fp4ext.pages.page import dot, page, pairs, soft
+
 from .. import checkpoint
-from ..chart import Line, chart
-from ..page import dot, page, pairs, soft
 from ..run import read_config, read_metrics
 from .display import HEADINGS, cells
 from .result import Result
