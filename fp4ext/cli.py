@@ -41,6 +41,10 @@ examples:
       two policies, more steps
   python -m fp4ext pretrain --data ~/notes book.txt --preset small
       your own text: folders are searched for text files, files are taken as they are
+  python -m fp4ext pretrain --preset moe-tiny --policies bf16,nvidia,end_to_end
+      a mixture of experts
+  python -m fp4ext pretrain --model inkling2-tiny --policies bf16,end_to_end
+      a model of transformers, converted: pip install 'fp4ext[transformers]'
   python -m fp4ext pretrain --resume runs/long
       go on after Ctrl-C, a crash or a full disk, bit for bit as if it had never stopped
 
@@ -140,8 +144,15 @@ def add_pretrain(commands) -> None:
         nargs="+",
         help="files or folders of text (default: the Python standard library's source)",
     )
-    p.add_argument(
-        "--preset", metavar="NAME", help=f"model and schedule: {' or '.join(presets.PRESETS)} (default: tiny)"
+    ours = [name for name, preset in presets.PRESETS.items() if preset.model == "transformer"]
+    theirs = [name for name in presets.PRESETS if name not in ours]
+    model = p.add_mutually_exclusive_group()
+    model.add_argument("--preset", metavar="NAME", help=f"model and schedule: {', '.join(ours)} (default: tiny)")
+    model.add_argument(
+        "--model",
+        metavar="NAME",
+        dest="preset",
+        help=f"instead, transformers' own model, small: {', '.join(theirs)} (about 3M parameters)",
     )
     p.add_argument("--steps", metavar="N", type=_count, help="training steps (default: the preset's)")
     p.add_argument("--batch", metavar="N", type=_count, help="sequences a step (default: the preset's)")

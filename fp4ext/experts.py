@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from . import ops, policies
+from .activation import swiglu
 from .grouped import Ragged, check_offsets, grouped_gemm, grouped_quantize
 from .linear import _flatten, _streams
 from .policy import Policy, current_stage
@@ -66,8 +67,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         recipe = self.recipes[current_stage()]
-        gate, up = grouped_linear(x, self.gate_up_proj, offsets, recipe).chunk(2, dim=-1)
-        return grouped_linear(nn.functional.silu(gate) * up, self.down_proj, offsets, recipe)
+        h = swiglu(grouped_linear(x, self.gate_up_proj, offsets, recipe))
+        return grouped_linear(h, self.down_proj, offsets, recipe)
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape

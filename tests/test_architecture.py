@@ -26,7 +26,7 @@ ORDER = """
     grouped
     recipe
     policy
-    policy_file
+    activation policy_file
     policies
     linear
     experts

@@ -18,7 +18,7 @@ import torch
 import fp4ext
 from fp4ext import policy_file
 
-from . import arm, bf16, presets, task
+from . import arm, bf16, inkling2, presets, task
 from .data import TASK, is_task
 from .errors import Refused
 from .presets import Preset, whole
@@ -32,7 +32,7 @@ class Config:
     """What to train. Equal configurations on equal text give equal runs.
 
     Args:
-        preset: "tiny", "small", or a Preset of your own.
+        preset: the name of one of presets.PRESETS, or a Preset of your own.
         policies: names from fp4ext.policies, or .toml or .json files of your own, each an arm; the gap is measured
             against "bf16". None: a choice that compares well. Afterwards: the names.
         data: files and folders of text, or the text of one task, "task:NAME" (task.py); none: the Python standard
@@ -60,6 +60,8 @@ class Config:
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
         put("preset", presets.get(self.preset))
+        if self.preset.model == "inkling2":
+            inkling2.check()
         known = arm.policy_names()
         if self.policies is None:
             put("policies", tuple(p for p in DEFAULT_POLICIES if p in known))
@@ -133,7 +135,8 @@ def facts(config: Config) -> dict:
         if config.device == "cuda"
         else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     )
-    return {
+    others = {"transformers": inkling2.version()} if config.preset.model == "inkling2" else {}
+    return others | {
         "fp4ext": fp4ext.__version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -148,7 +151,7 @@ def command(config: Config) -> str:
     p = config.preset
     words = [
         "python -m fp4ext pretrain",
-        f"--preset {p.name}",
+        f"--{'preset' if p.model == 'transformer' else 'model'} {p.name}",
         f"--policies {','.join(config.files.get(name, name) for name in config.policies)}",
         f"--seed {config.seed}",
     ]

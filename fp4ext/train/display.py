@@ -137,13 +137,14 @@ def final_table(result: Result, console) -> None:
         "saved act.\nbit/element",
         "time\ns/step",
     )
-    if any(row.load_max is not None for row in result.rows):
-        headings += ("expert load\nmin … max",)
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for row in result.rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(row)[: len(headings)])
     console.print(table)
+    loads = [f"{row.policy} {cells(row)[-1]}" for row in result.rows if row.load_max is not None]
+    if loads:
+        console.print(f"expert load, × an even share: {', '.join(loads)}", highlight=False)
     console.print(f"report: {result.report}", highlight=False, soft_wrap=True)
 
 

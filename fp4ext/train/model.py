@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp4ext
+from fp4ext.activation import swiglu
 
 from .cache import Past, rounded
 from .moe import MoE
@@ -105,8 +106,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(self.gate_up(x)))
 
 
 class Block(nn.Module):

@@ -60,6 +60,7 @@ class Preset:
     """One reference run: a model and the schedule that trains it.
 
     Attributes:
+        model: "transformer", ours (model.py), or "inkling2", transformers' (inkling2.py).
         batch: sequences a step.
         lr, min_lr: learning rate after `warmup` steps, and at the last step (cosine between them).
         log_every, eval_every, save_every: in steps.
@@ -80,8 +81,13 @@ class Preset:
     save_every: int = 50
     eval_windows: int = 128
     final_windows: int = 1024
+    model: str = "transformer"
 
     def __post_init__(self):
+        if self.model not in ("transformer", "inkling2"):
+            raise Refused(f"model: {self.model!r}; accepted: transformer, inkling2")
+        if self.model == "inkling2" and (self.shape.ffn or not self.shape.experts):
+            raise Refused("shape: an inkling2 has experts, and none that is shared; accepted: experts, and ffn=0")
         for name in ("steps", "batch", "log_every", "eval_every", "save_every", "eval_windows", "final_windows"):
             whole(name, getattr(self, name))
 
@@ -91,8 +97,10 @@ class Preset:
 
 
 def as_dict(preset: Preset) -> dict:
-    """As config.json has it: a dense model's says nothing of experts."""
+    """As config.json has it: a dense model's says nothing of experts, and ours nothing of a model."""
     values = asdict(preset)
+    if preset.model == "transformer":
+        del values["model"]
     if not preset.shape.experts:
         for name in ("experts", "top_k", "expert_ffn"):
             del values["shape"][name]
@@ -140,7 +148,17 @@ MOE = Shape(layers=4, d=128, heads=4, ffn=96, context=128, experts=8, top_k=2, e
 MOE_TINY = TINY.with_(name="moe-tiny", shape=MOE)
 MOE_TASK = TASK.with_(name="moe-task", shape=replace(TASK.shape, ffn=64, experts=8, top_k=2, expert_ffn=64))
 
-PRESETS = {p.name: p for p in (TINY, SMALL, MOE_TINY, TASK, MOE_TASK)}
+INKLING2_TINY = TINY.with_(
+    name="inkling2-tiny",
+    model="inkling2",
+    shape=Shape(layers=6, d=128, heads=4, ffn=0, context=128, experts=16, top_k=2, expert_ffn=64),
+    batch=8,
+    steps=120,
+    eval_windows=32,
+    final_windows=128,
+)
+
+PRESETS = {p.name: p for p in (TINY, SMALL, MOE_TINY, TASK, MOE_TASK, INKLING2_TINY)}
 
 
 def get(name: str | Preset) -> Preset:

@@ -51,6 +51,8 @@ def render(config: dict, metrics: list[dict], result: Result) -> str:
     run, data = config["run"], config["data"]
     preset, policies = run["preset"], run["policies"]
     title = f"Pretraining the {preset['name']} preset"
+    if preset.get("model") == "inkling2":
+        title = f"Pretraining {preset['name']}, Inkling2ForCausalLM of transformers {config['facts']['transformers']}"
     said = (
         f"{preset['steps']} steps of {preset['batch']} × {preset['shape']['context']} bytes of {data['source']}, "
         f"{len(policies)} {'policies' if len(policies) > 1 else 'policy'} from the same weights on the same batches, "
@@ -85,7 +87,7 @@ def render(config: dict, metrics: list[dict], result: Result) -> str:
         ]
     left = {name: why for row in result.rows if row.policy != "bf16" for name, why in row.left.items()}
     if left:
-        parts += ["<h2>What stays BF16</h2>", pairs(left)]
+        parts += ["<h2>What is not quantized</h2>", pairs(left)]
     parts += [
         "<h2>To repeat it</h2>",
         f"<pre>{escape(config['command'])}</pre>",

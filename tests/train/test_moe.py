@@ -17,6 +17,7 @@ from fp4ext.train.sampler import Request, Sampler
 from .conftest import MICRO, InterruptAt
 from .test_invariance import MOE, model, running
 from .test_pretrain import metrics, same_checkpoint
+from .test_sampler import requests, same
 
 MOE_MICRO = MICRO.with_(shape=replace(MICRO.shape, experts=5, top_k=2, expert_ffn=32))
 
@@ -173,6 +174,38 @@ def test_sampler_and_trainer_choose_the_same_experts(policy):
                     assert torch.equal(c, wanted[1])
                     same += 1
         assert same >= read
+
+
+@pytest.mark.parametrize("policy", ["bf16", "end_to_end"])
+def test_nobodys_tokens_depend_on_company(policy):
+    """18 requests in 18 and 5 slots, backwards, and one alone: the same tokens and log-probs; the trainer's too."""
+    m, asked = model(policy, MOE), requests()
+    wanted = Sampler(m, slots=18).generate(asked)
+    assert len({c.tokens for c in wanted}) > 6
+    same(Sampler(m, slots=5).generate(asked), wanted)
+    sampler = Sampler(m, slots=7)
+    same(sampler.generate(asked[::-1])[::-1], wanted)
+    same(sampler.generate(asked[4:5]), wanted[4:5])
+    rows = torch.zeros(len(wanted), MOE.context, dtype=torch.int64)
+    for row, c in zip(rows, wanted, strict=True):
+        whole = torch.tensor([*c.request.prompt, *c.tokens])
+        row[: len(whole)] = whole
+    with running("bf16", "rl_trainer"):
+        logprobs = m(rows).log_softmax(-1)
+    for i, c in enumerate(wanted):
+        at = torch.arange(len(c.tokens)) + len(c.request.prompt) - 1
+        assert_bytes_equal(logprobs[i, at, list(c.tokens)], torch.tensor(c.logprobs), f"request {i}")
+
+
+def test_packed_weights_are_small():
+    """The sampler holds linear layers and experts in 4.5 bits a weight."""
+    m = model("end_to_end", MOE)
+    quantized = sum(
+        p.numel() for x in m.modules() if isinstance(x, (fp4ext.Linear, fp4ext.Experts)) for p in x.parameters()
+    )
+    small, large = Sampler(m).nbytes, Sampler(model("bf16", MOE)).nbytes
+    outer = 4 * MOE.layers * (4 + 2 * MOE.experts)
+    assert small == large - 4 * quantized + quantized * 9 // 16 + outer
 
 
 def test_refit_takes_the_bias_too():

@@ -98,6 +98,8 @@ class Start:
         if "policies" not in settings["run"]:
             raise Refused(f"--from {path}: not a pretraining run; accepted: a directory that `pretrain` left")
         config = PretrainConfig.from_dict(settings["run"], settings["data"]["paths"])
+        if config.preset.model != "transformer":
+            raise Refused(f"--from {path}: a run of {config.preset.name}; accepted: one of a model of fp4ext's own")
         manifest, files = checkpoint.load(path / "checkpoints")
         policy = "end_to_end" if "end_to_end" in config.policies else config.policies[0]
         name = f"{policy}.weights"
