@@ -45,8 +45,8 @@ def gemm(
 
     Source: docs/numerics.md, 9.
     """
-    check_choices(out_dtype, accumulate, backend, x.device)
     operands = *operand("x", x), *operand("w", w)
+    check_choices(out_dtype, accumulate, backend, x.device)
     if bias is not None:
         check_input("bias", bias)
         check_device("bias", bias, x)

@@ -156,8 +156,8 @@ def grouped_gemm(
 
     Source: docs/numerics.md, 9.
     """
-    check_choices(out_dtype, accumulate, backend, x.device)
     operands = *_grouped_operand("x", x), *_grouped_operand("w", w)
+    check_choices(out_dtype, accumulate, backend, x.device)
     check_device("w", w, x)
     check_offsets(offsets, x)
     if len(x.shape) != 2 or len(w.shape) not in (2, 3):

@@ -20,10 +20,10 @@ PLAIN = ("80", "90", "100", "120")  # what kernels for every chip are compiled f
 # For each source, the architectures, and for each of its kernels the instructions and the most registers.
 KERNELS = {
     "any/quantize.cu": (PLAIN, {"amax_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "SHFL": 1}, 128)}),
-    "any/quantize_nvfp4.cu": (PLAIN, {"quantize_blocks_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "STG.E.64": 1}, 168)}),
+    "any/quantize_nvfp4.cu": (PLAIN, {"quantize_blocks_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "STG.E.64": 1}, 128)}),
     "any/quantize_nvfp4_random.cu": (
         PLAIN,
-        {"quantize_blocks_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "STG.E.64": 1}, 168)},
+        {"quantize_blocks_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "STG.E.64": 1}, 128)},
     ),
     "any/quantize_mx.cu": (PLAIN, {"quantize_blocks_kernel": ({"LDG.E.128": 4, "LDS.128": 4, "STG.E.128": 1}, 255)}),
     "any/quantize_16x16.cu": (
@@ -37,7 +37,7 @@ KERNELS = {
     ),
     "sm80/gemm_decode.cu": (PLAIN, {"gemm_decode_kernel": ({"HMMA.16816.F32.BF16": 2, "LDGSTS": 4}, 168)}),
     "sm120/gemm_native.cu": (
-        ("120f",),
+        ("120",),  # 120f: the name of the family is not in the cubin
         {
             "gemm_native_kernel.*Nvfp4": ({"OMMA.SF.16864.F32.E2M1.E2M1.UE4M3": 16, "LDSM.16.M88.4": 6}, 255),
             "gemm_native_kernel.*Mxfp8": ({"QMMA.SF.16832.F32.E4M3.E4M3.E8": 16, "LDSM.16.M88.4": 6}, 255),

@@ -49,7 +49,7 @@ __device__ __forceinline__ void encode_elements(const float (&t)[N], float enc, 
 // An encoder of blocks along the contraction: N elements of each of the lanes that share an RHT vector → codes, scale.
 template <ScaleRule rule, Rounding rounding>
 struct Nvfp4 {
-  static constexpr int kBlock = 16, kWords = 2;
+  static constexpr int kBlock = 16, kWords = 2, kBlocksAtOnce = 2;  // thread blocks a multiprocessor has registers for
   static constexpr bool kOuter = true, kStochastic = rounding == Rounding::stochastic;
 
   static __device__ __forceinline__ uint32_t encode(const float (&t)[16], Outer<float> outer, const QuantizeSpec&, const Site& site,
@@ -75,6 +75,7 @@ struct Nvfp4 {
                                                      const Site& site, const Rotation<16>& rotation) {
     float energy = 0.0f, match = 0.0f;
     const int first = static_cast<int>(threadIdx.x % 32) - rotation.place;
+    FP4_ROLLED
     for (int turn = 0; turn < rotation.lanes(); ++turn) {
       if (turn == rotation.place) {
         FP4_UNROLL
@@ -97,7 +98,7 @@ struct Nvfp4 {
 
 template <class Element, bool kStochastic>
 struct Mx {
-  static constexpr int kBlock = 32, kWords = Element::kBits;
+  static constexpr int kBlock = 32, kWords = Element::kBits, kBlocksAtOnce = 1;
   static constexpr bool kOuter = false;
 
   static __device__ __forceinline__ uint32_t encode(const float (&t)[32], Outer<float>, const QuantizeSpec& spec, const Site& site,

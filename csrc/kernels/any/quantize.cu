@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(kThreads)
   const Rotation<16> rotation(copy, read_rng(copy), stand.chunk);
   auto* groups = reinterpret_cast<uint32_t*>(amax);  // magnitudes are ordered as their bits are
   uint32_t largest = 0;
+  FP4_ROLLED
   for (int line = stand.line; line < kTile; line += Stand<16>::kStep) {
     float t[16];
     load_line<16>(in, place, tile, copy.colwise, line, stand.chunk * 16, t);

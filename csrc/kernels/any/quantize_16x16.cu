@@ -10,6 +10,7 @@ struct Turns {
   int row;
   template <int N, int C, class Term>
   __device__ __forceinline__ void operator()(float* sums, Term term) const {
+    FP4_ROLLED
     for (int turn = 0; turn < 16; ++turn) {
       if (turn == row) {
         FP4_UNROLL
@@ -43,6 +44,7 @@ __global__ void __launch_bounds__(kThreads) quantize_16x16_kernel(const __grid_c
   const Copy &row_copy = a.copies[0], &col_copy = a.copies[1], &any = row_copy.codes ? row_copy : col_copy;
   const Outer<float> outer = outer_of(any, View(a.in, any.colwise, place), 0);
   const int lane = threadIdx.x % 16;
+  FP4_ROLLED
   for (int block = threadIdx.x / 16; block < 64; block += kThreads / 16) {
     const int row = block / 8 * 16, col = block % 8 * 16;  // of the block in the tile
     float t[16], m[16];

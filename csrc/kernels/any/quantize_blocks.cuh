@@ -13,6 +13,7 @@ __device__ void quantize_copy(const QuantizeArgs& a, const Copy& copy, const Pla
   Site site{read_rng(copy), a.role, copy.colwise, 0, view.k + stand.chunk * N};
   const Rotation<N> rotation(copy, site.rng, stand.chunk);
   const int64_t column = site.k / N, padded = (view.k_size + 15) / 16 * 16;
+  FP4_ROLLED
   for (int line = stand.line; line < kTile; line += Stand<N>::kStep) {
     if (view.row + line - stand.line >= view.rows && !copy.swizzled) break;  // for all lanes of all warps alike
     const int64_t row = view.row + line;
@@ -31,7 +32,8 @@ __device__ void quantize_copy(const QuantizeArgs& a, const Copy& copy, const Pla
 }
 
 template <class Encoder>
-__global__ void __launch_bounds__(kThreads) quantize_blocks_kernel(const __grid_constant__ QuantizeArgs a, bool through_tile) {
+__global__ void __launch_bounds__(kThreads, Encoder::kBlocksAtOnce)
+    quantize_blocks_kernel(const __grid_constant__ QuantizeArgs a, bool through_tile) {
   const Place place = place_of_block(a.in);
   const char* tile = nullptr;
   if (through_tile) {

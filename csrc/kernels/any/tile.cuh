@@ -123,11 +123,13 @@ __device__ __forceinline__ void load_line(const Input& in, const Place& p, const
   if (in.dtype == Dtype::bf16 || in.dtype == Dtype::fp16) {
     uint16_t halves[N];
     load_line_of(in, p, tile, colwise, row, k, halves);
-    FP4_UNROLL
-    for (int i = 0; i < N; ++i) t[i] = bf16_to_float(halves[i]);
-    if (in.dtype == Dtype::bf16) return;
-    FP4_UNROLL
-    for (int i = 0; i < N; ++i) t[i] = fp16_to_float(halves[i]);
+    if (in.dtype == Dtype::bf16) {
+      FP4_UNROLL
+      for (int i = 0; i < N; ++i) t[i] = bf16_to_float(halves[i]);
+    } else {
+      FP4_UNROLL
+      for (int i = 0; i < N; ++i) t[i] = fp16_to_float(halves[i]);
+    }
   } else {
     load_line_of(in, p, tile, colwise, row, k, t);
   }
@@ -202,6 +204,7 @@ struct Rotation {
         t[i + h] = a - b;
       }
     }
+    FP4_ROLLED
     for (int h = N; h < n; h *= 2) {
       const bool upper = (place & (h / N)) != 0;
       FP4_UNROLL

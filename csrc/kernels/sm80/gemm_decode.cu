@@ -62,7 +62,7 @@ __device__ __forceinline__ void fragment_pairs(const Operand& o, const char* sla
   }
 }
 
-__global__ void __launch_bounds__(kThreads) gemm_decode_kernel(const GemmArgs a) {
+__global__ void __launch_bounds__(kThreads, 1) gemm_decode_kernel(const GemmArgs a) {
   char* memory = shared_memory();
   const Rows rows = rows_of_tile(a, blockIdx.y, kMaxRows);
   const int64_t n0 = static_cast<int64_t>(blockIdx.x) * kColumns;
