@@ -6,6 +6,8 @@ take, all in the same rounds.
 
 from __future__ import annotations
 
+import time
+
 import torch
 from timing import parser, publish, show, write_rows
 
@@ -35,11 +37,13 @@ def main() -> None:
     args = parser(__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    clock = time.thread_time if args.threads == 1 else time.perf_counter  # one thread's own time, if it has but one
     rows, cells = [], []
     for t, n, k in SHAPES:
         work = {name: of_layer(policies.get(name).pretrain, t, n, k) for name in POLICIES}
         steps = {name: training_step(name, t, n, k) for name in POLICIES}
-        here, measured = calibrate([op for ops in work.values() for op in ops], 2 * args.repeats + 1, also=steps)
+        wanted = [op for ops in work.values() for op in ops]
+        here, measured = calibrate(wanted, 2 * args.repeats + 1, also=steps, clock=clock)
         for name in POLICIES:
             predicted = layer_seconds(work[name], here)
             row = {"policy": name, "t": t, "n": n, "k": k, "predicted": predicted, "measured": measured[name]}

@@ -152,12 +152,16 @@ def main() -> None:
     curves = averages({"a real gradient (dy)": layer.dy, "outliers ×30": outliers})
     blocks, errors = block_scales(layer.x)
     paid = prices()
-    advice = advise(model, batches, "error", machine=machines.get("gb300"), draws=12, tokens=256, budget=0.02)
+    advice = advise(model, batches, "error", machine=machines.get("gb300"), draws=8, tokens=256, most=4, budget=0.02)
     low, high = curves["outliers ×30", "MS-EDEN, one stage"], curves["outliers ×30", "MS-EDEN + sweep, two stages"]
     near, random = (curves["a real gradient (dy)", name] for name in ("nearest", "MS-EDEN + sweep, two stages"))
     table = "\n".join(f"| {key} | {1e3 * error:.3f} |" for key, error in errors.items())
     bits = {f.name: f.bits_per_element for f in fp4ext.formats.FORMATS.values()}
-    steps = ", ".join(f"{p} {1e3 * c.seconds:.0f} ms (quantizers {c.overhead:.0%})" for p, c in paid.items())
+    busy = {p: sum(t.seconds for t in c.terms) for p, c in paid.items()}
+    own = {p: c.overhead * c.seconds / busy[p] for p, c in paid.items()}
+    steps = ", ".join(f"{p} {1e3 * busy[p]:.0f} ms (quantizers {own[p]:.0%})" for p in paid)
+    exchange = 1e3 * paid["bf16"].exchange.seconds
+    once = r.expected_error * sum(r.draws) ** 0.5
     text = f"""\
 # A tour: noise, drift and what a bit costs
 
@@ -171,7 +175,7 @@ probability {r.up:.1f}, to 3 otherwise; of 1000 roundings {r.draws[0]} went up, 
 
 ![3.2 rounded a thousand times](tour/rounding.png)
 
-Once, nearest is better: its error is 0.2, where stochastic rounding errs by 0.4 as root mean square. A thousand times, it still errs by 0.2,
+Once, nearest is better: its error is 0.2, where stochastic rounding errs by {once:.1f} as root mean square. A thousand times, it still errs by 0.2,
 where stochastic rounding errs by about {r.expected_error:.3f}.
 
 ## Averages forgive noise, and keep drift
@@ -219,7 +223,8 @@ sampler's operands exactly.
 ## What it costs
 
 Stored bits an element: NVFP4 {bits["nvfp4"]}, MXFP8 {bits["mxfp8"]}, BF16 16. On paper, by a data sheet (`python -m fp4ext cost`; no GPU was measured), a step of
-an 8B model on 512 GB300s, 32,768 tokens a GPU: {steps}.
+an 8B model on 512 GB300s, 32,768 tokens a GPU, takes: {steps}.
+Meanwhile {exchange:.0f} ms go by for the exchange of weights and gradients, which the model overlaps: where a step is shorter, the network binds.
 
 ![Time of a step by policy](tour/prices.png)
 

@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except ValueError as error:
-        if "accepted" not in str(error) and "policies:" not in str(error):
+        if not any(word in str(error) for word in ("accepted", "policies:", "formats:")):
             raise  # a fault of ours, not an input that was refused
         fail(str(error))
 

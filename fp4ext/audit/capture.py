@@ -27,7 +27,8 @@ class Layer:
 
     Attributes:
         name: of the module.
-        x, dy: sampled tokens of all batches, [T, K] and [T, N], rounded to `dtype` as autocast does; kept as fp32.
+        x, dy: sampled tokens of all batches, [T, K] and [T, N], rounded to `dtype` as autocast does; fp32 on the CPU,
+            where they are judged, whatever the model's device.
         w: the weight [N, K], fp32.
         tokens: how many tokens a batch brought, before sampling.
         channels: largest magnitude of each channel of x, over all tokens.
@@ -127,7 +128,7 @@ def capture(
     if not batches:
         raise ValueError("batches is empty; accepted: one or more batches")
     modules = dict(model.named_modules())
-    layers = {name: Layer(name, modules[name].weight.detach().float()) for name in names}
+    layers = {name: Layer(name, modules[name].weight.detach().float().cpu()) for name in names}
     share = max(1, tokens // len(batches))
     generator = torch.Generator().manual_seed(seed)
     hooks = [
@@ -163,17 +164,18 @@ def _watch(layer: Layer, share: int, dtype: torch.dtype, generator: torch.Genera
         x = args[0]
         magnitude = see("x", x)
         channels = magnitude.amax(0) if len(magnitude) else magnitude.new_zeros(magnitude.shape[-1])
+        channels = channels.cpu()
         layer.channels = channels if layer.channels is None else torch.maximum(layer.channels, channels)
         rows = x.detach().flatten(0, -2)
         layer.tokens += len(rows)
         keep = torch.randperm(len(rows), generator=generator)[:share].sort().values
-        layer.parts["x"].append(rows[keep].to(dtype).float())
+        layer.parts["x"].append(rows[keep].to(dtype).float().cpu())
         place = len(layer.parts["x"]) - 1
         layer.parts["dy"].append(torch.zeros(len(keep), output.shape[-1]))  # where no gradient comes back
 
         def backward(gradient):
             see("dy", gradient)
-            layer.parts["dy"][place] = gradient.detach().flatten(0, -2)[keep].to(dtype).float()
+            layer.parts["dy"][place] = gradient.detach().flatten(0, -2)[keep].to(dtype).float().cpu()
 
         if output.requires_grad:
             output.register_hook(backward)

@@ -115,10 +115,10 @@ def look(t: Tensor, spec: Spec, role: str) -> tuple[dict, Tensor | None]:
 
     The outer scale is that of the whole tensor, except under an RHT.
     """
-    whole = t.abs().amax().float()
+    whole = t.abs().amax().float().cpu()
     rows = t[: ROWS * max(1, len(t) // ROWS)]
     rows = rows[:: max(1, len(rows) // ROWS)][:ROWS] if spec.block != "16x16" else t[:ROWS]
-    rows = rows.float()
+    rows = rows.float().cpu()
     amax = whole if spec.outer in ("tensor", "pow2") and spec.rht == "none" and torch.isfinite(whole) else None
     rng = torch.tensor([0x5EED, 0])
     q = quantize(rows, spec, rng=rng, role=role, amax=amax)
