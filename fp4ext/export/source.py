@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..experts import Experts
+from ..convert import CONVERTED
 from ..formats import Format
-from ..linear import Linear
 from ..policy import Policy
 from ..qtensor import QTensor
 from ..quantized import QuantizedExperts, QuantizedLinear
@@ -119,10 +118,8 @@ def of_module(model: nn.Module) -> InMemory:
         weights |= {f"{dot}{name}": getattr(module, name).detach() for name in sorted(own)}
         if isinstance(module, nn.Linear):
             linear.add(f"{dot}weight")
-            if isinstance(module, Linear):
-                policies[f"{dot}weight"] = module.policy
-        if isinstance(module, Experts):
-            policies |= {f"{dot}{leaf}": module.policy for leaf in ("gate_up_proj", "down_proj")}
+        if isinstance(module, CONVERTED):
+            policies |= {f"{dot}{leaf}": module.policy for leaf in own}
     source = InMemory(weights, {"architectures": [type(model).__name__]})
     source.linear, source.policies = linear, policies
     return source
