@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -125,11 +127,11 @@ def of_module(model: nn.Module) -> InMemory:
     return source
 
 
-def source_of(source, scratch: Path) -> Source:
+def source_of(source, scratch: ExitStack) -> Source:
     """The Source of what a caller gave.
 
     A model that saves itself (transformers) knows its checkpoint's names, which are not its modules': it writes a plain
-    checkpoint into `scratch` first.
+    checkpoint first, which lives as long as `scratch`.
 
     Raises:
         Refused: something else.
@@ -141,8 +143,9 @@ def source_of(source, scratch: Path) -> Source:
     if isinstance(source, nn.Module):
         packed = any(isinstance(module, (QuantizedLinear, QuantizedExperts)) for module in source.modules())
         if hasattr(source, "save_pretrained") and not packed:
-            source.save_pretrained(scratch)
-            written = FromCheckpoint(Checkpoint(scratch))
+            folder = scratch.enter_context(tempfile.TemporaryDirectory(prefix="fp4ext-"))
+            source.save_pretrained(folder)
+            written = FromCheckpoint(Checkpoint(folder))
             written.policies = of_module(source).policies
             return written
         return of_module(source)
