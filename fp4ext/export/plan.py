@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import formats, policies
+from .. import formats, policies, policy_file
 from ..policy import Policy
 from ..spec import Spec
 from . import naming
@@ -33,12 +33,13 @@ def chooser(policy: Policy | Spec | str | None, layout: Layout, src: Source) -> 
     """What a caller's `policy` means for a source. Raises Refused for one that quantizes nothing, or at random."""
     if policy is None and layout.formats == (formats.MXFP4,):
         policy = "mxfp4"
-    if isinstance(policy, str) and policy not in policies.names():
+    if isinstance(policy, str) and policy not in policies.names() and not policy.endswith(policy_file.SUFFIXES):
         try:
             policy = Spec.parse(policy)
         except ValueError as error:
+            known = ", ".join(policies.names())
             raise Refused(
-                f"unknown policy {policy!r}; policies: {', '.join(policies.names())}; or a spec ({error})"
+                f"unknown policy {policy!r}; policies: {known}; or a .toml file, or a spec ({error})"
             ) from None
     if isinstance(policy, Spec):
         if policy.needs_rng:

@@ -22,7 +22,7 @@ class Bar:
                 TimeRemainingColumn(),
                 TextColumn("{task.description}"),
             )
-            self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.progress = Progress(*columns, console=Console(stderr=True, force_terminal=True), transient=True)
             self.task = self.progress.add_task("", total=self.total)
             self.progress.start()
         return self

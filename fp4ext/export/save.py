@@ -6,8 +6,8 @@ from names, shapes and dtypes, and refused if it must be; then bytes are read; t
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -116,8 +116,8 @@ def save(
     like = Checkpoint(like) if isinstance(like, (str, Path)) else like
     if like is not None and like.layout.name != layout.name:
         raise Refused(f"like is in layout {like.layout.name}; accepted: {layout.name}, the layout to write")
-    with tempfile.TemporaryDirectory(prefix="fp4ext-") as scratch:
-        src = source_of(source, Path(scratch))
+    with ExitStack() as scratch:
+        src = source_of(source, scratch)
         plan = Plan(src, layout, chooser(policy, layout, src), filter, requantize)
         report = Report(layout.name, folder, left=plan.left, was=sum(map(src.nbytes, plan.names)))
         job = _Job(src, layout, plan, like, input_amax or {}, report)

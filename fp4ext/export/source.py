@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..experts import Experts
+from ..convert import CONVERTED
 from ..formats import Format
-from ..linear import Linear
 from ..policy import Policy
 from ..qtensor import QTensor
 from ..quantized import QuantizedExperts, QuantizedLinear
@@ -119,20 +120,18 @@ def of_module(model: nn.Module) -> InMemory:
         weights |= {f"{dot}{name}": getattr(module, name).detach() for name in sorted(own)}
         if isinstance(module, nn.Linear):
             linear.add(f"{dot}weight")
-            if isinstance(module, Linear):
-                policies[f"{dot}weight"] = module.policy
-        if isinstance(module, Experts):
-            policies |= {f"{dot}{leaf}": module.policy for leaf in ("gate_up_proj", "down_proj")}
+        if isinstance(module, CONVERTED):
+            policies |= {f"{dot}{leaf}": module.policy for leaf in own}
     source = InMemory(weights, {"architectures": [type(model).__name__]})
     source.linear, source.policies = linear, policies
     return source
 
 
-def source_of(source, scratch: Path) -> Source:
+def source_of(source, scratch: ExitStack) -> Source:
     """The Source of what a caller gave.
 
     A model that saves itself (transformers) knows its checkpoint's names, which are not its modules': it writes a plain
-    checkpoint into `scratch` first.
+    checkpoint first, which lives as long as `scratch`.
 
     Raises:
         Refused: something else.
@@ -144,8 +143,9 @@ def source_of(source, scratch: Path) -> Source:
     if isinstance(source, nn.Module):
         packed = any(isinstance(module, (QuantizedLinear, QuantizedExperts)) for module in source.modules())
         if hasattr(source, "save_pretrained") and not packed:
-            source.save_pretrained(scratch)
-            written = FromCheckpoint(Checkpoint(scratch))
+            folder = scratch.enter_context(tempfile.TemporaryDirectory(prefix="fp4ext-"))
+            source.save_pretrained(folder)
+            written = FromCheckpoint(Checkpoint(folder))
             written.policies = of_module(source).policies
             return written
         return of_module(source)

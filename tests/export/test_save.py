@@ -674,6 +674,16 @@ def test_policy_objects_and_specs_are_the_same_thing(tmp_path):
     assert (tmp_path / "1/model.safetensors").read_bytes() == (tmp_path / "2/model.safetensors").read_bytes()
 
 
+def test_a_policy_from_a_file(tmp_path):
+    """As anywhere; a file that is not there is said to be missing, not taken for a spec."""
+    path = tmp_path / "mine.toml"
+    path.write_text(fp4ext.policy_file.dumps(fp4ext.policies.get("end_to_end").with_(keep=("o_proj", "gate"))))
+    report = save(dense_model(), tmp_path / "out", policy=str(path))
+    assert "keeps modules" in report.left["model.layers.0.self_attn.o_proj.weight"]
+    with pytest.raises(ValueError, match="none.toml"):
+        save(dense_model(), tmp_path / "two", policy="none.toml")
+
+
 def test_a_transformers_model_by_the_names_of_its_own_checkpoint(tmp_path):
     from .models import MODELS
 
@@ -686,3 +696,13 @@ def test_a_transformers_model_by_the_names_of_its_own_checkpoint(tmp_path):
     fp4ext.convert(llama, "mxfp8", filter=lambda name, module: "mlp" in name)
     report = save(llama, tmp_path / "llama")
     assert {name.split(".")[3]: fmt for name, fmt in report.quantized.items()} == {"mlp": "mxfp8", "self_attn": "nvfp4"}
+
+
+def test_a_bar_where_somebody_looks(tmp_path, capsys):
+    """On stderr, and only if asked or on a terminal; results on stdout stay clean."""
+    save(dense_model(), tmp_path / "a", progress=True)
+    inspect(tmp_path / "a", progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == "" and ("MB" in shown.err or "kB" in shown.err or "bytes" in shown.err)
+    save(dense_model(), tmp_path / "b")
+    assert capsys.readouterr() == ("", "")
