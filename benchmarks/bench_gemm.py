@@ -3,7 +3,7 @@
     python benchmarks/bench_gemm.py [--quick] [--threads 2] [--isa avx2]
 
 Operands are quantized beforehand. A decode takes its weights in turn from enough copies that they come from memory, not
-from the cache.
+from the cache. Experts: the first product of a mixture of 64 experts, two active a token, tokens sorted by expert.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ FORMATS = (
     ("fp32", "fp32"),
 )
 PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
+EXPERTS, QUICK_EXPERTS = (64, 1024, 1024, 512), (8, 128, 128, 128)  # experts, rows of all, N, K
 CACHE = 96 << 20  # bytes that no last-level cache holds
 
 
@@ -69,6 +70,28 @@ def cases(name: str, m: int, n: int, k: int) -> dict:
     return out
 
 
+def expert_cases(experts: int, m: int, n: int, k: int) -> dict:
+    """One grouped product, beside torch's grouped and looped ones."""
+    offsets = torch.randint(experts, (m,)).bincount(minlength=experts).cumsum(0).to(torch.int32)
+    ends = offsets.tolist()
+    spans = list(zip([0, *ends[:-1]], ends, strict=True))
+    out = {}
+    for format, dtype in PLAIN.items():
+        x, w = torch.randn(m, k).to(dtype), torch.randn(experts, n, k).to(dtype)
+        loop = lambda x=x, w=w: [torch.mm(x[a:b], w[e].t()) for e, (a, b) in enumerate(spans)]  # noqa: E731
+        out[f"torch.mm {format}"] = loop
+        if format == "bf16":
+            out["torch grouped_mm bf16"] = lambda x=x, w=w: torch.nn.functional.grouped_mm(x, w.mT, offs=offsets)
+    for x_format, w_format in FORMATS:
+        x = torch.randn(m, k).to(PLAIN[x_format]) if x_format in PLAIN else torch.randn(m, k)
+        w = torch.randn(experts, n, k).to(PLAIN[w_format]) if w_format in PLAIN else torch.randn(experts, n, k)
+        x = x if x_format in PLAIN else fp4ext.grouped_quantize(x, x_format, offsets)
+        w = w if w_format in PLAIN else fp4ext.grouped_quantize(w, w_format)
+        label = x_format if x_format == w_format else f"{x_format} × {w_format}"
+        out[label] = lambda x=x, w=w: fp4ext.grouped_gemm(x, w, offsets)
+    return out
+
+
 def main() -> None:
     p = parser(__doc__.splitlines()[0])
     p.add_argument("--quick", action="store_true", help="small shapes, for a look")
@@ -79,8 +102,11 @@ def main() -> None:
     fp4ext._C.force_isa(args.isa)
 
     rows, cells = [], []
-    for name, (m, n, k) in (QUICK if args.quick else SHAPES).items():
-        times = best_times(cases(name, m, n, k), args.repeats * (5 if name.startswith("decode") else 1))
+    shapes = QUICK if args.quick else SHAPES
+    experts, *grouped = QUICK_EXPERTS if args.quick else EXPERTS
+    for name, (m, n, k) in (*shapes.items(), (f"{experts} experts", grouped)):
+        runs = expert_cases(experts, m, n, k) if name.endswith("experts") else cases(name, m, n, k)
+        times = best_times(runs, args.repeats * (5 if name.startswith("decode") else 1))
         for label, seconds in times.items():
             row = {
                 "shape": name,
@@ -97,7 +123,8 @@ def main() -> None:
             }
             rows.append(row)
             ratios = f"{row['vs_torch_bf16']:.2f}", f"{row['vs_torch_fp32']:.2f}"
-            cells.append([f"{m}×{n}×{k}, {label}", f"{seconds * 1e3:.3f}", f"{row['gflops']:.1f}", *ratios])
+            shape = f"{name}, {m}×{n}×{k}" if name.endswith("experts") else f"{m}×{n}×{k}"
+            cells.append([f"{shape}, {label}", f"{seconds * 1e3:.3f}", f"{row['gflops']:.1f}", *ratios])
     columns = ["M×N×K, formats", "ms", "GFLOP/s", "× torch bf16", "× torch fp32"]
     text = show("GEMM, operands quantized beforehand", columns, cells)
     print("rows:", write_rows("gemm", rows))

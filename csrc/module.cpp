@@ -1,6 +1,9 @@
 #include <pybind11/pybind11.h>
 
 #include "cpu/isa.h"
+#if defined(USE_CUDA)
+#include "ops/dispatch_cuda.h"
+#endif
 
 // The Python face of everything that is not a tensor op: what was built, what this CPU runs.
 // Tensor ops live in torch.ops.fp4ext (ops/library.cpp).
@@ -23,4 +26,8 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "force_isa", [](const char* name) { cpu::force_isa(cpu::isa_from_name(name)); }, py::arg("name"),
       "Makes the CPU kernels use this instruction set; for tests.");
+#if defined(USE_CUDA)
+  m.def("native_status", &native_status, py::arg("device"), "Whether the native GEMMs are used on a CUDA device; tests them first.");
+  m.def("emulated_status", &emulated_status, py::arg("device"), "Whether the emulated GEMMs run on a CUDA device.");
+#endif
 }

@@ -5,15 +5,20 @@ import importlib
 import torch  # noqa: F401  (loads libtorch before _C)
 
 from . import formats, policies
+from .attention import attention
 from .backends import backends
 from .convert import Report, convert, revert, set_step, storage_bits
+from .experts import Experts, grouped_linear
 from .formats import Format
 from .gemm import gemm
+from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
+from .packed import pack, packed_weights, refit
 from .policy import Policy, current_stage, stage
 from .qtensor import QTensor
 from .quantize import quantize
+from .quantized import QuantizedExperts, QuantizedLinear
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
 
@@ -21,15 +26,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Dgrad",
+    "Experts",
     "Format",
     "Fprop",
     "Linear",
     "Policy",
     "QTensor",
+    "QuantizedExperts",
+    "QuantizedLinear",
+    "Ragged",
     "Recipe",
     "Report",
     "Spec",
     "Wgrad",
+    "attention",
     "audit",
     "backends",
     "convert",
@@ -37,9 +47,15 @@ __all__ = [
     "formats",
     "gemm",
     "gradient_noise",
+    "grouped_gemm",
+    "grouped_linear",
+    "grouped_quantize",
     "linear",
+    "pack",
+    "packed_weights",
     "policies",
     "quantize",
+    "refit",
     "revert",
     "set_step",
     "stage",
@@ -48,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """`fp4ext.audit`, imported when it is first asked for: training does without it."""
-    if name == "audit":
-        return importlib.import_module(".audit", __name__)
+    """fp4ext.audit and fp4ext.export, imported when they are first used: training does without them."""
+    if name in ("audit", "export"):
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

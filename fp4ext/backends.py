@@ -10,15 +10,18 @@ from . import _C
 def backends() -> dict[str, str]:
     """Each backend → "available", with what it uses, or the reason why not.
 
-    cpu: the C++ kernels, everywhere. emulated, cublas, native: CUDA (docs/architecture.md), not in this build unless it
-    says so.
+    cpu: the C++ kernels, everywhere. The others are about the current CUDA device.
+    emulated: both operands as bf16, from sm_80 on.
+    native: the block-scaled tensor cores of Blackwell, once they have passed a test on this device (the first call's).
+    cublas: torch's scaled_mm, not used yet.
     """
     runs, threads = ", ".join(_C.isas()), torch.get_num_threads()
     report = {"cpu": f"available: {_C.isa()} in use, this CPU runs {runs}, {threads} threads"}
-    if not _C.cuda_rooms:
-        why = f"not built: {_C.build_note}"
-    elif not torch.cuda.is_available():
-        why = "built, but torch finds no CUDA device"
-    else:
-        why = "built, but no op is bound to it yet"
-    return report | dict.fromkeys(("emulated", "cublas", "native"), why)
+    if not _C.cuda_rooms or not torch.cuda.is_available():
+        why = "built, but torch finds no CUDA device" if _C.cuda_rooms else f"not built: {_C.build_note}"
+        return report | dict.fromkeys(("emulated", "cublas", "native"), why)
+    device = torch.cuda.current_device()
+    report["emulated"] = _C.emulated_status(device)
+    report["cublas"] = "built, but no op is bound to it yet"
+    report["native"] = _C.native_status(device)
+    return report

@@ -1,7 +1,9 @@
 """convert: make a model's linear layers quantize by a policy, in place, and say what was done and what was left.
 
 A converted layer is the same object with the same parameters and hooks; only its class changes, from nn.Linear to
-fp4ext.Linear. So optimizers, state_dicts and sharding don't notice, and `revert` has nothing to copy.
+fp4ext.Linear; so do the stacked experts of transformers' models (stacked.py). So optimizers, state_dicts and sharding
+don't notice, and `revert` has nothing to copy. fp4ext.Experts has no plain class: its policy changes, and under the
+policy bf16 it is plain.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from . import policies
+from . import policies, stacked
+from .experts import Experts
 from .linear import Linear
 from .policy import Policy, check_stage
 
 Filter = Callable[[str, nn.Module], bool]
+CONVERTED = (Linear, Experts, stacked.Stacked)
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,14 @@ class Report:
 
 
 def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filter | None = None) -> Report:
-    """Make each nn.Linear of a model quantize by a policy, in place.
+    """Make each nn.Linear and all experts of a model quantize by a policy, in place.
+
+    Experts are fp4ext.Experts, or those of a model of transformers (5.24 or later) in stacked weights.
 
     Args:
         model: any module; the parameters stay the same objects.
         policy: a Policy or the name of one. Modules that it keeps (by name, or as the last layers) are left.
-        filter: called with each nn.Linear's name and module; False leaves it.
+        filter: called with the name and module of each; False leaves it.
 
     Returns:
         A Report. A model that is already converted is converted anew.
@@ -63,7 +69,7 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
         why = _why_left(name, module, policy, filter, shared)
         if why:
             report.left[name] = why
-        elif type(module) in (nn.Linear, Linear):
+        elif type(module) in (nn.Linear, Linear, Experts) or stacked.is_stacked(module):
             candidates.append(name)
     kept = round(len(candidates) * policy.keep_last)
     for name in candidates[len(candidates) - kept :]:
@@ -71,7 +77,10 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
     for name in report.left:
         _revert(modules[name])
     for name in candidates[: len(candidates) - kept]:
-        modules[name].__class__ = Linear
+        if stacked.is_stacked(modules[name]):
+            stacked.swap(modules[name])
+        elif not isinstance(modules[name], Experts):
+            modules[name].__class__ = Linear
         modules[name].set_policy(policy, name)
         report.converted.append(name)
     for name, module in modules.items():
@@ -84,7 +93,7 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Make each converted layer a plain nn.Linear again, in place; the names of those that were."""
+    """Make each converted layer what it was (fp4ext.Experts: plain) again, in place; the names of those that were."""
     _check_module(model)
     return [name for name, module in model.named_modules() if _revert(module)]
 
@@ -93,7 +102,7 @@ def set_step(model: nn.Module, step: int) -> None:
     """Tell every converted layer how far training is, for policies that change with it."""
     _check_module(model)
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, CONVERTED):
             module.set_step(step)
 
 
@@ -107,12 +116,16 @@ def storage_bits(model: nn.Module, stage: str = "pretrain") -> dict[str, float]:
     check_stage(stage)
     weights = activations = weight_bits = activation_bits = 0.0
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, CONVERTED):
             recipe = module.recipes[stage]
-            weights += module.weight.numel()
-            activations += module.in_features
-            weight_bits += module.weight.numel() * recipe.weight_bits
-            activation_bits += module.in_features * recipe.saved_activation_bits
+            for w in module.parameters(recurse=False):
+                if w.dim() < (2 if isinstance(module, Linear) else 3):
+                    continue
+                width = w.shape[-2 if getattr(module, "is_transposed", False) else -1]
+                weights += w.numel()
+                activations += width
+                weight_bits += w.numel() * recipe.weight_bits
+                activation_bits += width * recipe.saved_activation_bits
     if not weights:
         return {"weights": 16.0, "saved_activations": 16.0}
     return {"weights": weight_bits / weights, "saved_activations": activation_bits / activations}
@@ -136,15 +149,23 @@ def _why_left(
         return f"{kind} has no shape yet: run a batch through the model first"
     if not isinstance(module, nn.Linear) and not any(p.dim() >= 2 for p in parameters):
         return None
-    if type(module) not in (nn.Linear, Linear):
-        if isinstance(module, nn.Linear):
-            return f"{kind} is a subclass of nn.Linear, and may compute something else"
+    if stacked.is_stacked(module):
+        if why := stacked.why_not(module):
+            return why
+    elif type(module) not in (nn.Linear, Linear, Experts):
+        for base, called in ((nn.Linear, "nn.Linear"), (Experts, "fp4ext.Experts")):
+            if isinstance(module, base):
+                return f"{kind} is a subclass of {called}, and may compute something else"
+        if hasattr(module, "num_experts") and any(p.dim() == 3 for p in parameters):
+            return f"{kind} has stacked weights, but does not say as transformers' experts do how it computes"
         return f"{kind} has no 4-bit form here"
-    if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"its weight is {module.weight.dtype}; accepted: float32, bfloat16, float16"
+    matrices = [p for p in parameters if p.dim() >= 2]
+    for w in matrices:
+        if w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"its weight is {w.dtype}; accepted: float32, bfloat16, float16"
     if "forward" in vars(module):
         return "its forward is replaced on the object, and would be called instead"
-    others = [other for other in shared.get(id(module.weight), []) if other != name]
+    others = [other for w in matrices for other in shared.get(id(w), []) if other != name]
     if others:
         return f"it shares its weight with {', '.join(others)}"
     if policy.keeps(name):
@@ -164,6 +185,12 @@ def _shared_weights(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _revert(module: nn.Module) -> bool:
+    if type(module) is Experts and module.policy.name != "bf16":
+        module.set_policy("bf16")
+        return True
+    if isinstance(module, stacked.Stacked):
+        stacked.restore(module)
+        return True
     if type(module) is not Linear:
         return False
     module.__class__ = nn.Linear

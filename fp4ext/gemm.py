@@ -10,7 +10,7 @@ from .qtensor import QTensor
 from .quantize import check_device, check_input
 
 ACCUMULATE = ("invariant", "fast")
-BACKENDS = ("auto", "cpu")
+BACKENDS = {"cpu": ("auto", "cpu"), "cuda": ("auto", "emulated", "native")}
 
 
 def gemm(
@@ -20,6 +20,8 @@ def gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     accumulate: str = "invariant",
     backend: str = "auto",
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiply quantized (or plain) matrices: y[.., m, n] = Σ_k x̂[.., m, k]·ŵ[n, k] + bias[n].
 
@@ -30,10 +32,12 @@ def gemm(
         out_dtype: torch.bfloat16 or torch.float32.
         accumulate: "invariant": a row of y depends on that row of x and on w alone, not on M, the other rows or the
             threads. "fast": the backend's fastest order. The CPU has one order, invariant and documented.
-        backend: "auto" or "cpu".
+        backend: "auto"; for tensors of the CPU "cpu"; for CUDA "emulated" or "native" (fp4ext.backends()).
+        out: fp32 [.., M, N], contiguous: the product in fp32, with its bias, is added to it, and it is returned;
+            out_dtype then counts for nothing. So a weight gradient gathers over micro-batches.
 
     Returns:
-        [.., M, N] in out_dtype. No gradient flows through it: fp4ext.linear has a backward.
+        [.., M, N] in out_dtype, or out. No gradient flows through it: fp4ext.linear has a backward.
 
     Raises:
         ValueError: lengths of K or devices that differ, an unknown choice. TypeError: a dtype that is not accepted.
@@ -41,14 +45,8 @@ def gemm(
 
     Source: docs/numerics.md, 9.
     """
-    if accumulate not in ACCUMULATE:
-        raise ValueError(f"unknown accumulate {accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
-    if backend not in BACKENDS:
-        accepted = ", ".join(BACKENDS)
-        raise ValueError(f"unknown backend {backend!r}; accepted: {accepted} (fp4ext.backends() says why not others)")
-    if out_dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"out_dtype is {out_dtype}; accepted: torch.bfloat16, torch.float32")
-    operands = *_operand("x", x), *_operand("w", w)
+    check_choices(out_dtype, accumulate, backend, x.device)
+    operands = *operand("x", x), *operand("w", w)
     if bias is not None:
         check_input("bias", bias)
         check_device("bias", bias, x)
@@ -58,11 +56,29 @@ def gemm(
         raise ValueError(f"w has shape {tuple(w.shape)}; accepted: [N, K]")
     if len(x.shape) < 1 or x.shape[-1] != w.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in K, their last axis")
+    if out is not None:
+        check_device("out", out, x)
+        ops.gemm_add(*operands, bias, out.detach(), accumulate, backend)
+        return out
     return ops.gemm(*operands, bias, ops.dtype_name(out_dtype), accumulate, backend)
 
 
-def _operand(name: str, t: QTensor | Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
-    """(codes, scales, global scale, format) of an operand."""
+def check_choices(out_dtype: torch.dtype, accumulate: str, backend: str, device: torch.device) -> None:
+    """Raises ValueError or TypeError for a choice that no GEMM has."""
+    if accumulate not in ACCUMULATE:
+        raise ValueError(f"unknown accumulate {accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
+    accepted = BACKENDS.get(device.type, ("auto",))
+    if backend not in accepted:
+        raise ValueError(
+            f"unknown backend {backend!r} on {device.type}; accepted: {', '.join(accepted)} "
+            "(fp4ext.backends() says why not others)"
+        )
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"out_dtype is {out_dtype}; accepted: torch.bfloat16, torch.float32")
+
+
+def operand(name: str, t: QTensor | Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+    """(codes, scales, global scale, format) of an operand; `name` is for errors."""
     if isinstance(t, QTensor):
         return t.codes, t.scales, t.global_scale, t.format.name
     check_input(name, t)

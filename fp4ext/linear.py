@@ -146,10 +146,10 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         if need_dx:
             wt = _backward_operand(w, recipe.dgrad.w, recipe.dgrad.from_fprop, rng_dgrad, "w", x_dtype)
-            dx = _gemm(dy_row, wt, None, x_dtype)
+            dx = _gradient(dy_row, wt, w, x_dtype)
         if need_dw:
             xt = _backward_operand(x, recipe.wgrad.x, recipe.wgrad.from_fprop, rng_wgrad, "x", x_dtype)
-            dw = _gemm(dy_col, xt, None, torch.float32).to(w_dtype)
+            dw = _gradient(dy_col, xt, x, torch.float32).to(w_dtype)
         if need_db:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db, None, None
@@ -212,15 +212,23 @@ def _gemm(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Te
     return gemm(a, b, bias, out).to(dtype)
 
 
+def _gradient(a: Operand, b: Operand, kept: Operand, dtype: torch.dtype) -> Tensor:
+    """a·bᵀ of a backward, b made of what the forward kept. Where b is a dequantized operand and a plain, this is the
+    BF16 backward of a 4-bit forward; on a CPU fp4ext's own product, for torch's is slow without BF16 instructions."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(kept, QTensor) and a.device.type == "cpu":
+        out = torch.float32 if dtype == torch.float16 else dtype
+        return gemm(a, b.to(a.dtype), None, out).to(dtype)
+    return _gemm(a, b, None, dtype)
+
+
 def _flatten(operand: Operand):
     """The tensors of an operand, and a function that takes them off the front of a list and rebuilds it."""
     if isinstance(operand, Tensor):
         return [operand], lambda saved: saved.pop(0)
-    named = operand.tensors()
-    rest = (operand.format, operand.shape, operand.dtype)
+    kind, named = type(operand), operand.tensors()
+    rest = {name: value for name, value in vars(operand).items() if name not in named}
 
-    def rebuild(saved: list[Tensor]) -> QTensor:
-        fields = {name: saved.pop(0) for name in named}
-        return QTensor(fields["codes"], fields["scales"], fields.get("global_scale"), *rest)
+    def rebuild(saved: list[Tensor]):
+        return kind(**{name: saved.pop(0) for name in named}, **rest)
 
     return list(named.values()), rebuild

@@ -80,6 +80,30 @@ def requantize(
     return _typed(spec, *torch.ops.fp4ext.requantize.default(*stored, spec, axis, rng, role))
 
 
+def grouped_quantize(
+    x: Tensor, offsets: Tensor | None, spec: str, axis: int = -1, rng: Tensor | None = None, role: int = 0
+) -> Quantized:
+    """quantize of each expert's matrix alone: rows of x [T, K] cut by offsets, or the matrices of x [E, N, K]."""
+    return _typed(spec, *torch.ops.fp4ext.grouped_quantize.default(x, offsets, spec, axis, rng, role))
+
+
+def grouped_requantize(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    format: str,
+    k: int,
+    offsets: Tensor | None,
+    spec: str,
+    axis: int = -1,
+    rng: Tensor | None = None,
+    role: int = 0,
+) -> Quantized:
+    """grouped_quantize(dequantize(…) in fp32), a band of rows at a time."""
+    stored = *_matrix_bytes(codes, scales, format), global_scale, format, k
+    return _typed(spec, *torch.ops.fp4ext.grouped_requantize.default(*stored, offsets, spec, axis, rng, role))
+
+
 def amax(x: Tensor, spec: str, axis: int = -1, rng: Tensor | None = None) -> Tensor:
     """The largest finite magnitude of each outer group, after the spec's RHT: what `quantize` measures for itself."""
     return torch.ops.fp4ext.amax.default(x, spec, axis, rng)
@@ -115,6 +139,69 @@ def gemm(
         w_global,
         w_format,
         bias,
+        out_dtype,
+        accumulate,
+        backend,
+    )
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale · q·kᵀ)·v over each query's past, in a fixed order (docs/numerics.md, 11)."""
+    return torch.ops.fp4ext.attention.default(q, k, v, start, scale)
+
+
+def gemm_add(
+    x_codes: Tensor,
+    x_scales: Tensor | None,
+    x_global: Tensor | None,
+    x_format: str,
+    w_codes: Tensor,
+    w_scales: Tensor | None,
+    w_global: Tensor | None,
+    w_format: str,
+    bias: Tensor | None,
+    out: Tensor,
+    accumulate: str = "invariant",
+    backend: str = "auto",
+) -> None:
+    """out += gemm(…) in fp32; out is changed."""
+    torch.ops.fp4ext.gemm_add.default(
+        *_matrix_bytes(x_codes, x_scales, x_format),
+        x_global,
+        x_format,
+        *_matrix_bytes(w_codes, w_scales, w_format),
+        w_global,
+        w_format,
+        bias,
+        out,
+        accumulate,
+        backend,
+    )
+
+
+def grouped_gemm(
+    x_codes: Tensor,
+    x_scales: Tensor | None,
+    x_global: Tensor | None,
+    x_format: str,
+    w_codes: Tensor,
+    w_scales: Tensor | None,
+    w_global: Tensor | None,
+    w_format: str,
+    offsets: Tensor,
+    out_dtype: str,
+    accumulate: str = "invariant",
+    backend: str = "auto",
+) -> Tensor:
+    """gemm of each expert's rows with its matrix of w [E, N, K]; or, where w has 2 dimensions, over its tokens."""
+    return torch.ops.fp4ext.grouped_gemm.default(
+        *_matrix_bytes(x_codes, x_scales, x_format),
+        x_global,
+        x_format,
+        *_matrix_bytes(w_codes, w_scales, w_format),
+        w_global,
+        w_format,
+        offsets,
         out_dtype,
         accumulate,
         backend,
@@ -161,6 +248,32 @@ def _(codes, scales, global_scale, format, k, spec, axis, rng, role):
     return _fake_quantized(codes.new_empty((*codes.shape[:-1], k)), spec, axis)
 
 
+def _fake_grouped(x: Tensor, offsets: Tensor | None, key: str, axis: int) -> Quantized:
+    spec = Spec.parse(key)
+    block, colwise, by_row = spec.fmt.block, axis == -2, spec.outer == "row"
+    if offsets is None:
+        experts, rows, k = x.shape
+        shape = [experts, k, spec.fmt.padded(rows)] if colwise else [experts, rows, spec.fmt.padded(k)]
+        outer = [experts, shape[1] if by_row else 1, 1]
+    else:
+        (rows, k), experts = x.shape, offsets.shape[0]
+        shape = [k, (rows + experts * (block - 1)) // block * block] if colwise else [rows, spec.fmt.padded(k)]
+        outer = [experts, k if by_row else 1, 1] if colwise else [rows, 1]
+    codes = x.new_empty([*shape[:-1], shape[-1] // spec.fmt.codes_per_byte], dtype=torch.uint8)
+    scales = x.new_empty([*shape[:-1], shape[-1] // block], dtype=torch.uint8)
+    return codes, scales, x.new_empty(outer if spec.fmt.has_global_scale else [0], dtype=torch.float32)
+
+
+@torch.library.register_fake("fp4ext::grouped_quantize")
+def _(x, offsets, spec, axis, rng, role):
+    return _fake_grouped(x, offsets, spec, axis)
+
+
+@torch.library.register_fake("fp4ext::grouped_requantize")
+def _(codes, scales, global_scale, format, k, offsets, spec, axis, rng, role):
+    return _fake_grouped(codes.new_empty((*codes.shape[:-1], k)), offsets, spec, axis)
+
+
 @torch.library.register_fake("fp4ext::amax")
 def _(x, spec, axis, rng):
     return _fake_quantized(x, spec, axis)[2]
@@ -176,6 +289,22 @@ def _(
     x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out_dtype, accumulate, backend
 ):
     return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=DTYPES[out_dtype])
+
+
+@torch.library.register_fake("fp4ext::attention")
+def _(q, k, v, start, scale):
+    return q.new_empty(q.shape)
+
+
+@torch.library.register_fake("fp4ext::gemm_add")
+def _(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out, accumulate, backend):
+    pass
+
+
+@torch.library.register_fake("fp4ext::grouped_gemm")
+def _(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, offsets, out_dtype, *choices):
+    experts = [] if w_codes.dim() == 3 else [offsets.shape[0]]
+    return x_codes.new_empty((*experts, x_codes.shape[0], w_codes.shape[-2]), dtype=DTYPES[out_dtype])
 
 
 def _swizzled_size(rows: int, columns: int) -> int:

@@ -41,7 +41,9 @@ def _backward(spec: Spec, from_fprop: bool) -> dict:
 
 
 def _sampler(spec: Spec) -> Recipe:
-    return Recipe(_both(spec.with_(outer="pow2")))
+    """A row's codes must not depend on its batch mates: an outer scale a row. (A power of two for all rows would do
+    except where a row is so small beside its mates that its block scales are subnormal.)"""
+    return Recipe(Fprop(spec.with_(outer="row"), spec.with_(outer="pow2")))
 
 
 _POLICIES = {

@@ -51,9 +51,12 @@ class Policy:
         pretrain: the recipe of the pretraining stage.
         rl_sampler, rl_trainer: those of the RL stages; default: the sampler has pretrain's fprop, the trainer the
             sampler's fprop and a BF16 backward.
-        keep: patterns (as in a shell) of module names, or of their last parts, that stay in BF16.
+        keep: patterns (as in a shell) of module names, or of their last parts, that stay in BF16; by default heads,
+            routers, and what is as small and as delicate: a shared expert's gate, attention sinks, the projections that
+            make the taps of a convolution.
         keep_last: share of the layers, counted from the last, that stay in BF16 (0.15 in NVIDIA's recipe).
-        rules: (pattern, recipe) pairs that replace `pretrain` for matching modules; the first match counts.
+        rules: (pattern, recipe) pairs that replace `pretrain` for matching modules; the first match counts. In the RL
+            stages such a module has its recipe's fprop, with an outer scale a row, and a BF16 backward.
         bf16_forward_from: the step from which fprop runs in BF16, which recovers most of a run's late gap; None: never.
         mean_split: split the mean over tokens off x while pretraining (see Recipe).
         stats_every: steps between live statistics of the quantizers (fp4ext.audit.Monitor); 0: none.
@@ -63,7 +66,7 @@ class Policy:
     pretrain: Recipe = Recipe()
     rl_sampler: Recipe | None = None
     rl_trainer: Recipe | None = None
-    keep: tuple[str, ...] = ("lm_head", "output", "router", "gate")
+    keep: tuple[str, ...] = ("lm_head", "output", "router", "gate", "shared_expert_gate", "sink_proj", "*.sconv.*")
     keep_last: float = 0.0
     rules: tuple[tuple[str, Recipe], ...] = ()
     bf16_forward_from: int | None = None
@@ -89,11 +92,14 @@ class Policy:
         check_stage(stage)
         if self.keeps(name):
             return Recipe()
-        base = next((recipe for pattern, recipe in self.rules if matches(name, pattern)), self.pretrain)
+        rule = next((recipe for pattern, recipe in self.rules if matches(name, pattern)), None)
+        base = rule or self.pretrain
         if stage == "pretrain":
             late = self.bf16_forward_from is not None and step >= self.bf16_forward_from
             base = replace(base, mean_split=base.mean_split or self.mean_split)
             return replace(base, fprop=Fprop()) if late else base
+        if rule:
+            return Recipe(fprop=_row_invariant(rule.fprop))
         sampler = self.rl_sampler or Recipe(fprop=base.fprop)  # never with a mean: it would depend on the batch
         return sampler if stage == "rl_sampler" else self.rl_trainer or Recipe(fprop=sampler.fprop)
 
@@ -112,6 +118,13 @@ class Policy:
     def with_(self, **changes) -> Policy:
         """A copy with some fields changed, e.g. policies.get("end_to_end").with_(keep_last=0.15)."""
         return replace(self, **changes)
+
+
+def _row_invariant(fprop: Fprop) -> Fprop:
+    """The same with outer scales that no other row decides. (A 16×16 tile of x remains one of 16 rows.)"""
+    scaled = [spec if spec and spec.fmt.has_global_scale else None for spec in (fprop.x, fprop.w)]
+    x = scaled[0].with_(outer="row") if scaled[0] and scaled[0].block != "16x16" else fprop.x
+    return Fprop(x, scaled[1].with_(outer="pow2") if scaled[1] else fprop.w)
 
 
 def matches(name: str, pattern: str) -> bool:

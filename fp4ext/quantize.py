@@ -62,10 +62,7 @@ def quantize(
             raise ValueError(f"{', '.join(given)} beside the whole spec {spec}; accepted: spec.with_(…), or no spec")
     else:
         spec = Spec(format, scale, rounding, block, outer, rht)
-    if role not in ops.ROLES:
-        raise ValueError(f"unknown role {role!r}; accepted: {', '.join(ops.ROLES)}")
-    if axis not in (-1, -2):
-        raise ValueError(f"axis is {axis}; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)")
+    check_place(axis, role)
     if amax is not None:
         check_device("amax", amax, x)
     if isinstance(x, QTensor):
@@ -106,6 +103,14 @@ def check_device(name: str, t: Tensor, x: Tensor) -> None:
     """Raises ValueError unless t is on the device of x."""
     if t.device != x.device:
         raise ValueError(f"{name} is on {t.device}; accepted: {x.device}, where x is")
+
+
+def check_place(axis: int, role: str) -> None:
+    """Raises ValueError for an axis or a role that there is not."""
+    if role not in ops.ROLES:
+        raise ValueError(f"unknown role {role!r}; accepted: {', '.join(ops.ROLES)}")
+    if axis not in (-1, -2):
+        raise ValueError(f"axis is {axis}; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)")
 
 
 def check_input(name: str, x: Tensor) -> None:

@@ -22,12 +22,17 @@ ORDER = """
     ops
     qtensor
     quantize
-    gemm
+    gemm attention
+    grouped
     recipe
     policy
-    policy_file
+    activation policy_file
     policies
-    linear experts
+    linear
+    experts
+    stacked
+    quantized
+    packed
     noise
     convert
     backends
@@ -134,6 +139,13 @@ def test_the_device_is_named_in_two_places():
             # csrc/cpu may hold the compiler to an order of its own, with no instruction in it.
             code = code.replace('asm("" :', "") if inside.startswith("cpu/") else code
             assert not re.search(r"\b(__)?asm(__)?\b", code), path
+
+
+def test_a_kernel_is_one_text_for_every_compiler():
+    """What differs between nvcc and the SIMT machine stands in kernels/ptx/, instruction by instruction."""
+    for path in sources("kernels"):
+        if path.parent.name != "ptx":
+            assert not re.search(r"^\s*#\s*(if|ifdef|ifndef)\b", code_of(path), re.M), path
 
 
 # Names

@@ -398,3 +398,31 @@ def test_two_processes_average_their_gradients(tmp_path):
     for rank in ranks:
         _, error = rank.communicate(timeout=120)
         assert rank.returncode == 0, error.decode()
+
+
+# Experts
+
+
+class MoE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(32, 4)
+        self.experts = fp4ext.Experts(4, 32, 16, policy="bf16")
+
+
+def test_experts_change_their_policy():
+    """They have no plain class: the policy bf16 is plain."""
+    m, x, at = MoE(), torch.randn(12, 32), torch.tensor([3, 3, 9, 12], dtype=torch.int32)
+    state, plain = m.state_dict(), m.experts(x, at)
+    report = fp4ext.convert(m, fp4ext.policies.get("mxfp8").with_(keep=("router",)))
+    assert report.converted == ["experts"] and list(report.left) == ["router"]
+    assert m.experts.policy_name == "experts" and type(m.experts) is fp4ext.Experts
+    assert not torch.equal(m.experts(x, at), plain) and m.state_dict().keys() == state.keys()
+    assert fp4ext.storage_bits(m) == {"weights": 8.25, "saved_activations": 8.25}
+    assert fp4ext.revert(m) == ["experts"] and fp4ext.revert(m) == []
+    assert torch.equal(m.experts(x, at), plain)
+    fp4ext.convert(m, fp4ext.policies.get("mxfp8").with_(bf16_forward_from=5))
+    fp4ext.set_step(m, 5)
+    assert torch.equal(m.experts(x, at), plain)
+    assert fp4ext.convert(m, filter=lambda name, module: False).left["experts"] == "the filter refused it"
+    assert torch.equal(m.experts(x, at), plain)

@@ -48,6 +48,17 @@ def test_defaults():
     assert_bytes_equal(gemm(x, w, None, torch.bfloat16, accumulate="fast", backend="cpu"), y)
 
 
+def test_out():
+    """Added to in place, and returned; a parameter's gradient may be it."""
+    x, w, b = operand("nvfp4", 2, 5, 64), operand("nvfp4", 7, 64, seed=1), torch.randn(7)
+    out = torch.ones(2, 5, 7, requires_grad=True)
+    wanted = out.detach() + gemm(x, w, b, torch.float32)
+    assert gemm(x, w, b, out=out) is out
+    assert_bytes_equal(out.detach(), wanted)
+    with pytest.raises(ValueError, match="out is on meta; accepted: cpu"):
+        gemm(x, w, out=out.to("meta"))
+
+
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp8", torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lead", [(), (0,), (2, 3), (2, 0, 3), (2, 1, 3)])
 def test_leading_dimensions(kind, lead):
@@ -84,6 +95,27 @@ def test_strided_plain_operands():
     assert_bytes_equal(gemm(x.T.contiguous().T, w.T.contiguous().T), gemm(x, w))
 
 
+@pytest.mark.parametrize("kind", [*formats.FORMATS, torch.float32], ids=str)
+def test_inputs_as_they_come(kind):
+    """Fault 15: M = 1, K = 80; no rows; transposed, strided, flipped views; 3-D and 4-D inputs."""
+    as_operand = lambda t: t.to(kind) if isinstance(kind, torch.dtype) else quantize(t, kind)  # noqa: E731
+    x, w = generate("gaussian", 2, 3, 1, 80), operand("nvfp4", 7, 80, seed=1)
+    views = {
+        "one row": x[0, 0],
+        "no rows": x[:0, 0, 0],
+        "3-D": x[0],
+        "4-D": x,
+        "transposed": x.transpose(0, 1),
+        "every second": generate("gaussian", 6, 160)[::2, ::2],
+        "flipped": x.flip(-1)[1].flip(0),
+        "expanded": x[0, 0].expand(5, 80),
+    }
+    for name, t in views.items():
+        y = gemm(as_operand(t), w, out_dtype=torch.float32)
+        assert y.shape == (*t.shape[:-1], 7), name
+        assert_bytes_equal(y, gemm(as_operand(t.clone(memory_format=torch.contiguous_format)), w, None, torch.float32))
+
+
 @pytest.mark.parametrize("outer", ["tensor", "pow2", "row"])
 def test_outer_scales_of_both_operands(outer):
     x, w = (generate("gaussian", n, 64, seed=n) * 10.0 ** torch.arange(-3, n - 3)[:, None] for n in (5, 7))
@@ -117,7 +149,7 @@ def X(format="nvfp4", *shape):
 BAD = {
     "unknown accumulate 'slow'; accepted: invariant, fast": (
         ValueError, lambda: gemm(X(), X(), accumulate="slow")),
-    "unknown backend 'native'; accepted: auto, cpu": (ValueError, lambda: gemm(X(), X(), backend="native")),
+    "unknown backend 'native' on cpu; accepted: auto, cpu": (ValueError, lambda: gemm(X(), X(), backend="native")),
     "out_dtype is torch.float16; accepted: torch.bfloat16, torch.float32": (
         TypeError, lambda: gemm(X(), X(), out_dtype=torch.float16)),
     "x (5, 64) and w (5, 80) differ in K": (ValueError, lambda: gemm(X(), X("nvfp4", 5, 80))),

@@ -8,6 +8,7 @@ from fp4ext import Spec, ops
 from fp4ext.testing import assert_bytes_equal, generate
 
 RNG = torch.tensor([0x1234567890ABCDEF, 7])
+ENDS = torch.tensor([5, 5, 22], dtype=torch.int32)
 KEY, ROW, MX = Spec("nvfp4", "sweep").key, Spec(rounding="stochastic", outer="row", rht=16).key, Spec("mxfp8").key
 
 
@@ -33,10 +34,29 @@ SAMPLES = {
     "quantize_rowcol": lambda: [(x(), KEY, ROW, None, RNG, 0), (x(3, 24, 40), MX, MX, None, None, 2)],
     "amax": lambda: [(x(), KEY, -1, None), (x(3, 24, 40), ROW, -2, RNG)],
     "requantize": lambda: [(*quantized(), "nvfp4", 40, key, axis, RNG, 1) for key in (ROW, MX) for axis in (-1, -2)],
+    "grouped_quantize": lambda: [
+        *((x(), ENDS, key, axis, RNG, 2) for key in (KEY, ROW, MX) for axis in (-1, -2)),
+        *((x(3, 24, 40), None, key, axis, RNG, 1) for key in (KEY, ROW, MX) for axis in (-1, -2)),
+    ],
+    "grouped_requantize": lambda: [
+        *((*quantized(), "nvfp4", 40, ENDS, key, axis, RNG, 0) for key in (ROW, MX) for axis in (-1, -2)),
+        (*torch.ops.fp4ext.quantize.default(x(3, 24, 40), MX, -1, None, 1, None), "mxfp8", 40, None, KEY, -2, None, 1),
+    ],
     "dequantize": lambda: [(*quantized(key), key.split("/")[0], 40, "bfloat16") for key in (KEY, MX)],
     "gemm": lambda: [
         (*quantized(), "nvfp4", *quantized(MX, 16), "mxfp8", None, "bfloat16", "invariant", "auto"),
         (x(2, 3, 40), None, None, "fp32", x(), None, None, "fp32", torch.ones(24), "float32", "fast", "cpu"),
+    ],
+    "attention": lambda: [
+        (x(2, 4, 3, 8), x(2, 2, 9, 8), x(2, 2, 9, 8), torch.tensor([0, 6]), 0.5),
+        (x(1, 2, 5, 16).bfloat16(), x(1, 2, 5, 16), x(1, 2, 5, 16), None, 0.25),
+    ],
+    "gemm_add": lambda: [
+        (*quantized(), "nvfp4", *quantized(MX, 16), "mxfp8", torch.ones(16), x(24, 16), "invariant", "auto")
+    ],
+    "grouped_gemm": lambda: [
+        (*quantized(), "nvfp4", x(3, 16, 40), None, None, "fp32", ENDS, "bfloat16", "invariant", "auto"),
+        (x(16, 24), None, None, "fp32", x(8, 24), None, None, "fp32", ENDS, "float32", "fast", "cpu"),
     ],
     "swizzle": lambda: [(scales(),), (scales()[0, :0],)],
     "unswizzle": lambda: [(torch.zeros(2, 1024, dtype=torch.uint8), 12, 5)],

@@ -45,12 +45,12 @@ def test_pretraining_is_the_table_row(name):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_rl_stages(name):
-    """The sampler's outer scale is a power of two; the trainer has exactly its forward, and a BF16 backward."""
+    """The sampler's rows have outer scales of their own; the trainer has exactly its forward, and a BF16 backward."""
     sampler, trainer = (policies.get(name).recipe(stage, "up") for stage in ("rl_sampler", "rl_trainer"))
-    wanted = TABLE[name][0]
+    x = w = TABLE[name][0]
     if name not in ("bf16", "mxfp8"):
-        wanted = f"nvfp4/{SAMPLER_SCALE.get(name, 'sweep')}/nearest/1x16/pow2/none"
-    assert keys(sampler) == (wanted, wanted, None, None, None, None, "")
+        x, w = (f"nvfp4/{SAMPLER_SCALE.get(name, 'sweep')}/nearest/1x16/{outer}/none" for outer in ("row", "pow2"))
+    assert keys(sampler) == (x, w, None, None, None, None, "")
     assert trainer == sampler and not sampler.needs_rng
 
 

@@ -197,4 +197,66 @@ FP4_HD VF decode_lanes_e5m2(const uint8_t* p) {
 #endif
 }
 
+#if defined(__AVX2__)
+// For a few rows of x (gemm_block_few.cpp), which the portable build leaves to the panels.
+
+// As repeat16, in one load.
+FP4_HD VB broadcast16(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return VB{RawB(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+#else
+  return VB{RawB(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+#endif
+}
+
+// Byte 4n+i of each part in lane i of it, times 2^16: a word of four bytes becomes four lanes.
+template <int n>
+FP4_HD VU widen_word(VB a) {
+  static constexpr uint8_t kControl[16] = {128, 128, 4 * n,     128, 128, 128, 4 * n + 1, 128,
+                                           128, 128, 4 * n + 2, 128, 128, 128, 4 * n + 3, 128};
+  return VU(RawU(lookup16(a, repeat16(kControl)).v));
+}
+
+FP4_HD VB max8(VB a, VB b) { return VB{a.v > b.v ? a.v : b.v}; }
+FP4_HD uint8_t largest_byte(VB a) {
+  uint8_t largest = 0;
+  for (int i = 0; i < kLanes * 4; ++i) largest = a.v[i] > largest ? a.v[i] : largest;
+  return largest;
+}
+
+// a0 a2 b0 b2, or a1 a3 b1 b3, of the 32-bit words of each part.
+FP4_HD VB even32(VB a, VB b) {
+#if defined(__AVX512F__)
+  return VB{RawB(_mm512_shuffle_ps(__m512(a.v), __m512(b.v), 0x88))};
+#else
+  return VB{RawB(_mm256_shuffle_ps(__m256(a.v), __m256(b.v), 0x88))};
+#endif
+}
+FP4_HD VB odd32(VB a, VB b) {
+#if defined(__AVX512F__)
+  return VB{RawB(_mm512_shuffle_ps(__m512(a.v), __m512(b.v), 0xdd))};
+#else
+  return VB{RawB(_mm256_shuffle_ps(__m256(a.v), __m256(b.v), 0xdd))};
+#endif
+}
+
+// Σ unsigned w · signed x for two vectors of bytes each, in 32 bits: lane j has bytes 4j .. 4j+3 of both products.
+FP4_HD VB dot_words(VB w0, VB x0, VB w1, VB x1) {
+#if defined(__AVX512F__)
+  const __m512i first = _mm512_dpbusd_epi32(_mm512_setzero_si512(), __m512i(w0.v), __m512i(x0.v));
+  return VB{RawB(_mm512_dpbusd_epi32(first, __m512i(w1.v), __m512i(x1.v)))};
+#else
+  const __m256i a = _mm256_maddubs_epi16(__m256i(w0.v), __m256i(x0.v)), b = _mm256_maddubs_epi16(__m256i(w1.v), __m256i(x1.v));
+  return VB{RawB(_mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1)))};
+#endif
+}
+FP4_HD VF to_float(VB words) {
+#if defined(__AVX512F__)
+  return VF(RawF(_mm512_cvtepi32_ps(__m512i(words.v))));
+#else
+  return VF(RawF(_mm256_cvtepi32_ps(__m256i(words.v))));
+#endif
+}
+#endif
+
 }  // namespace fp4ext::cpu::FP4EXT_ISA

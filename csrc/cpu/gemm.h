@@ -1,4 +1,6 @@
 #pragma once
+#include <span>
+
 #include "isa.h"
 
 // y[m,n] = (Σ_k x[m,k]·w[n,k]) · g_x[m]·g_w[n] + bias[n], the order of the sum being law (docs/numerics.md, 9).
@@ -11,7 +13,7 @@
 // operations, in the order of the law, however many rows and columns stand around it: the result cannot depend on M, on
 // the tile, on the thread or on the width of a vector. One row (decode) and 512 (prefill) run the same code.
 //
-//   for 512 rows of x at a time:                    x packed once, in tiles of a few rows
+//   for 512 rows of x at a time (or of many x):     x packed once, in tiles of a few rows
 //     for strips of a few vectors of columns of w:  in parallel
 //       for steps of K:                             w unpacked into a panel that stays in the cache
 //         for tiles of rows:                        the micro-kernel: tile × strip sums in registers
@@ -20,7 +22,7 @@ namespace fp4ext::cpu {
 enum class Elem { e2m1, e4m3, e5m2, bf16, fp16, fp32 };
 enum class ScaleElem { none, e4m3, e8m0 };
 
-// One operand, contraction last, contiguous.
+// One operand, contraction last.
 struct Operand {
   const void* codes;      // [rows, k_stored], two a byte for e2m1
   const uint8_t* scales;  // [rows, k_stored / block]; null for plain formats
@@ -31,20 +33,29 @@ struct Operand {
   int block;  // 16 or 32; 0 for plain formats
   int64_t rows;
   int64_t k_stored;  // elements stored a row, padding included
+  int64_t pitch;     // from one row to the next, in elements; k_stored, unless this is a part of a larger matrix
 
-  int64_t row_bytes() const {
-    return elem == Elem::e2m1                         ? k_stored / 2
-           : elem == Elem::fp32                       ? k_stored * 4
-           : elem == Elem::bf16 || elem == Elem::fp16 ? k_stored * 2
-                                                      : k_stored;
+  int64_t bytes(int64_t elements) const {
+    return elem == Elem::e2m1                         ? elements / 2
+           : elem == Elem::fp32                       ? elements * 4
+           : elem == Elem::bf16 || elem == Elem::fp16 ? elements * 2
+                                                      : elements;
   }
-  const uint8_t* row(int64_t r) const { return static_cast<const uint8_t*>(codes) + r * row_bytes(); }
-  const uint8_t* row_scales(int64_t r) const { return scales + r * (k_stored / block); }
+  const uint8_t* row(int64_t r) const { return static_cast<const uint8_t*>(codes) + r * bytes(pitch); }
+  const uint8_t* row_scales(int64_t r) const { return scales + r * (pitch / block); }
   int block_shift() const { return block == 16 ? 4 : 5; }  // k / block without a division in the loops
 };
 
-// k: how far both are contracted, at most either k_stored; from k to the next multiple of 16 the elements count as 0.
-// bias: fp32 [w.rows] or null. y: [x.rows, w.rows], bf16 or fp32. Any size may be 0.
-void gemm(const Operand& x, const Operand& w, int64_t k, const float* bias, void* y, bool y_bf16, const Parallel& parallel);
+struct GemmArgs {
+  Operand x, w;
+  int64_t k;          // how far both are contracted, at most either k_stored; from k to the next multiple of 16 the elements count as 0
+  const float* bias;  // [w.rows] or null
+  void* y;            // [x.rows, w.rows]
+  bool y_bf16;        // or fp32
+  bool add;           // y += the product, in fp32
+};
+
+// Several products of the same formats as one piece of work: the experts of a group. Any size may be 0.
+void gemm(std::span<const GemmArgs> products, const Parallel& parallel);
 
 }  // namespace fp4ext::cpu

@@ -3,6 +3,8 @@
 #include <atomic>
 #include <vector>
 
+#include "parallel.h"
+
 namespace fp4ext::cpu {
 namespace {
 
@@ -16,36 +18,57 @@ void dequantize_rows(const DequantizeArgs& args, int64_t b, int64_t e) { FP4EXT_
 
 constexpr int64_t kGrain = 1 << 15;  // elements worth a thread
 
-}  // namespace
+int64_t numel(const QuantizeArgs& args) { return args.batch * args.rows * args.cols; }
+int64_t tiles_of(const QuantizeArgs& args) { return numel(args) ? num_tiles(args) : 0; }
+int64_t tile_cost(const QuantizeArgs& args) { return (args.spec.tile ? 256 : args.vector_length()) * 8; }
 
-void amax(const QuantizeArgs& args, float* amax, const Parallel& parallel) {
-  const int64_t numel = args.batch * args.rows * args.cols;
-  if (numel == 0) return;
-  if (args.spec.rht || (args.spec.outer == OuterKind::row && args.colwise)) {
-    parallel(num_tiles(args), kGrain / (args.vector_length() * 8) + 1, [&](int64_t b, int64_t e) { amax_tiles(args, amax, b, e); });
-    return;
-  }
-  // The groups are spans of memory.
-  const int64_t groups = args.num_groups(), span = numel / groups;
-  if (groups > 1) {
-    parallel(groups, kGrain / span + 1, [&](int64_t b, int64_t e) {
-      for (int64_t g = b; g < e; ++g) amax[g] = amax_span(args.x, args.dtype, g * span, (g + 1) * span);
-    });
-    return;
-  }
-  std::atomic_ref<float> all(amax[0]);  // a maximum does not depend on the order
-  parallel(span, kGrain, [&](int64_t b, int64_t e) {
-    const float part = amax_span(args.x, args.dtype, b, e);
-    float seen = all.load();
-    while (seen < part && !all.compare_exchange_weak(seen, part)) {
-    }
-  });
+// Where the amaxes of each tensor begin.
+template <class Tensors, class Args>
+std::vector<float*> amaxes_of(Tensors tensors, float* amax, Args&& args_of) {
+  std::vector<float*> first;
+  for (const auto& t : tensors) first.push_back(amax), amax += args_of(t).num_groups();
+  return first;
 }
 
-void quantize(const QuantizeArgs& args, const Parallel& parallel) {
-  if (args.batch * args.rows * args.cols == 0) return;
-  const int tile = args.spec.tile ? 256 : args.vector_length();
-  parallel(num_tiles(args), kGrain / (tile * 8) + 1, [&](int64_t b, int64_t e) { quantize_tiles(args, b, e); });
+}  // namespace
+
+void amax(std::span<const QuantizeArgs> tensors, float* amax, const Parallel& parallel) {
+  if (tensors.empty()) return;
+  const auto amaxes = amaxes_of(tensors, amax, [](const auto& t) { return t; });
+  const OuterKind outer = tensors[0].spec.outer;
+  if (tensors[0].spec.rht || (outer == OuterKind::row && tensors[0].colwise)) {
+    share(
+        tensors.size(), kGrain, parallel, [&](int64_t i) { return tiles_of(tensors[i]); }, [&](int64_t i) { return tile_cost(tensors[i]); },
+        [&](int64_t i, int64_t begin, int64_t end) { amax_tiles(tensors[i], amaxes[i], begin, end); });
+    return;
+  }
+  // The groups are spans of memory; a single one is shared out by its elements.
+  const bool many = outer == OuterKind::row || outer == OuterKind::expert;
+  const auto span = [&](int64_t i) { return many ? numel(tensors[i]) / tensors[i].num_groups() : 1; };
+  share(
+      tensors.size(), kGrain, parallel,
+      [&](int64_t i) { return numel(tensors[i]) == 0 ? 0
+                              : many                 ? tensors[i].num_groups()
+                                                     : numel(tensors[i]); },
+      [&](int64_t i) { return numel(tensors[i]) == 0 ? 1 : span(i); },
+      [&](int64_t i, int64_t begin, int64_t end) {
+        const QuantizeArgs& t = tensors[i];
+        if (many) {
+          for (int64_t g = begin; g < end; ++g) amaxes[i][g] = amax_span(t.x, t.dtype, g * span(i), (g + 1) * span(i));
+          return;
+        }
+        std::atomic_ref<float> all(*amaxes[i]);  // a maximum does not depend on the order
+        const float part = amax_span(t.x, t.dtype, begin, end);
+        float seen = all.load();
+        while (seen < part && !all.compare_exchange_weak(seen, part)) {
+        }
+      });
+}
+
+void quantize(std::span<const QuantizeArgs> tensors, const Parallel& parallel) {
+  share(
+      tensors.size(), kGrain, parallel, [&](int64_t i) { return tiles_of(tensors[i]); }, [&](int64_t i) { return tile_cost(tensors[i]); },
+      [&](int64_t i, int64_t begin, int64_t end) { quantize_tiles(tensors[i], begin, end); });
 }
 
 void dequantize(const DequantizeArgs& args, const Parallel& parallel) {
@@ -55,33 +78,37 @@ void dequantize(const DequantizeArgs& args, const Parallel& parallel) {
 
 namespace {
 
-// Calls f(args, first tile, end tile) for each band of x̂, which lies dequantized in args.x.
+// Calls f(i, args, first tile, end tile) for each band of each x̂, which lies dequantized in args.x.
 template <class Fn>
-void for_bands(const DequantizeArgs& from, const QuantizeArgs& args, const Parallel& parallel, Fn&& f) {
-  if (from.rows * from.k == 0) return;
-  parallel(num_bands(args), 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> x;
-    DequantizeArgs source = from;
-    QuantizeArgs target = args;
-    for (int64_t i = begin; i < end; ++i) {
-      const Band b = band(args, i);
-      x.resize(b.rows * from.k);
-      source.out = x.data(), source.first_row = b.first_row;
-      dequantize_rows(source, b.first_row, b.first_row + b.rows);
-      target.x = x.data(), target.first_row = b.first_row;
-      f(target, b.first_tile, b.first_tile + b.tiles);
-    }
-  });
+void for_bands(std::span<const RequantizeArgs> tensors, const Parallel& parallel, Fn&& f) {
+  share(
+      tensors.size(), 1, parallel, [&](int64_t i) { return numel(tensors[i].to) ? num_bands(tensors[i].to) : 0; },
+      [](int64_t) { return 1; },
+      [&](int64_t i, int64_t begin, int64_t end) {
+        std::vector<float> x;
+        DequantizeArgs source = *tensors[i].from;
+        QuantizeArgs target = tensors[i].to;
+        for (int64_t j = begin; j < end; ++j) {
+          const Band b = band(target, j);
+          const int64_t row = tensors[i].first_row + b.first_row;
+          x.resize(b.rows * source.k);
+          source.out = x.data(), source.first_row = row;
+          dequantize_rows(source, row, row + b.rows);
+          target.x = x.data(), target.first_row = b.first_row;
+          f(i, target, b.first_tile, b.first_tile + b.tiles);
+        }
+      });
 }
 
 }  // namespace
 
-void requantize_amax(const DequantizeArgs& from, const QuantizeArgs& args, float* amax, const Parallel& parallel) {
-  for_bands(from, args, parallel, [&](const QuantizeArgs& a, int64_t begin, int64_t end) { amax_tiles(a, amax, begin, end); });
+void requantize_amax(std::span<const RequantizeArgs> tensors, float* amax, const Parallel& parallel) {
+  const auto amaxes = amaxes_of(tensors, amax, [](const auto& t) { return t.to; });
+  for_bands(tensors, parallel, [&](int64_t i, const QuantizeArgs& a, int64_t b, int64_t e) { amax_tiles(a, amaxes[i], b, e); });
 }
 
-void requantize(const DequantizeArgs& from, const QuantizeArgs& args, const Parallel& parallel) {
-  for_bands(from, args, parallel, [](const QuantizeArgs& a, int64_t begin, int64_t end) { quantize_tiles(a, begin, end); });
+void requantize(std::span<const RequantizeArgs> tensors, const Parallel& parallel) {
+  for_bands(tensors, parallel, [](int64_t, const QuantizeArgs& a, int64_t b, int64_t e) { quantize_tiles(a, b, e); });
 }
 
 }  // namespace fp4ext::cpu

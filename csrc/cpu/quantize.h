@@ -1,4 +1,6 @@
 #pragma once
+#include <span>
+
 #include "../numerics/hadamard.h"
 #include "../numerics/spec.h"
 #include "isa.h"
@@ -25,25 +27,29 @@ struct QuantizeArgs {
   // The outer scales of each group: one (tensor, pow2, none), one a batch entry (expert) or one an output row (row).
   const float* outer_enc;
   const float* outer_dec;
-  // The result, [batch, out_rows(), padded_k()] codes (packed two a byte for E2M1), [.., padded_k() / block] scales.
+  // The result, [batch, out_rows(), padded_k()] codes (packed two a byte for E2M1), [.., padded_k() / block] scales. A
+  // row of it begins `pitch` elements after the last one, or, where that is 0, padded_k().
   uint8_t* codes;
   uint8_t* scales;
+  int64_t pitch;
 
   int64_t out_rows() const { return colwise ? cols : rows; }
   int64_t k() const { return colwise ? rows : cols; }
   int64_t padded_k() const { return (k() + spec.block() - 1) / spec.block() * spec.block(); }
-  int64_t row_bytes() const { return padded_k() / (spec.packed() ? 2 : 1); }
-  int64_t row_scales() const { return padded_k() / spec.block(); }
+  int64_t row_bytes() const { return (pitch ? pitch : padded_k()) / (spec.packed() ? 2 : 1); }
+  int64_t row_scales() const { return (pitch ? pitch : padded_k()) / spec.block(); }
   // The RHT's length for this contraction (0 without one), and the length of the vectors a tile holds.
   int rht_n() const { return spec.rht ? rht_length((k() + 15) / 16 * 16, spec.rht) : 0; }
   int vector_length() const { return rht_n() > spec.block() ? rht_n() : spec.block(); }
   int64_t num_groups() const { return spec.outer == OuterKind::row ? batch * out_rows() : spec.outer == OuterKind::expert ? batch : 1; }
 };
 
-// The largest finite magnitude of each outer group, after the RHT; `amax` has num_groups() zeros. outer_* , codes,
-// scales are not read.
-void amax(const QuantizeArgs& args, float* amax, const Parallel& parallel);
-void quantize(const QuantizeArgs& args, const Parallel& parallel);
+// Both take several tensors of one spec and direction as one piece of work: the experts of a group (ops/grouped.cpp).
+//
+// The largest finite magnitude of each outer group, after the RHT: `amax` has, for one tensor after the other,
+// num_groups() zeros. outer_*, codes, scales are not read.
+void amax(std::span<const QuantizeArgs> tensors, float* amax, const Parallel& parallel);
+void quantize(std::span<const QuantizeArgs> tensors, const Parallel& parallel);
 
 // x̂ = element · fl(float(scale)·global); global has num_groups() entries of `rows_per_group` rows each, or is null.
 struct DequantizeArgs {
@@ -58,8 +64,14 @@ struct DequantizeArgs {
 };
 void dequantize(const DequantizeArgs& args, const Parallel& parallel);
 
-// quantize(dequantize(from)) without a whole x̂ in memory: strips of it, in fp32, live in a thread's cache. `from` has no out; args has no x.
-void requantize_amax(const DequantizeArgs& from, const QuantizeArgs& args, float* amax, const Parallel& parallel);
-void requantize(const DequantizeArgs& from, const QuantizeArgs& args, const Parallel& parallel);
+// quantize(dequantize(from)) without a whole x̂ in memory: strips of it, in fp32, live in a thread's cache. `to` has no x:
+// it is the rows from `first_row` on of `from`, which has no out.
+struct RequantizeArgs {
+  const DequantizeArgs* from;
+  int64_t first_row;
+  QuantizeArgs to;
+};
+void requantize_amax(std::span<const RequantizeArgs> tensors, float* amax, const Parallel& parallel);
+void requantize(std::span<const RequantizeArgs> tensors, const Parallel& parallel);
 
 }  // namespace fp4ext::cpu

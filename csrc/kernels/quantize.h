@@ -1,25 +1,78 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "../numerics/philox.h"
+#include "../numerics/hadamard.h"
 #include "../numerics/spec.h"
 
-// Launchers are torch-free: raw pointers, sizes, a stream. They check nothing but the launch.
+// Launchers are torch-free: raw pointers, sizes, a stream. They check nothing but the launch; csrc/ops has checked the
+// rest. Every pointer is device memory; nothing is read back to the host, so all of it can be captured in a graph.
+//
+//   amax → outer_scales → quantize        codes and scales equal csrc/cpu's byte for byte
 namespace fp4ext::kernels {
 
-// Quantizes the rows of x [rows, cols], bf16 bits, cols a multiple of the block, by a spec without tiles, RHT or eden;
-// outer scales as in cpu/quantize.h.
-struct QuantizeRowsArgs {
-  const uint16_t* x;
-  int64_t rows, cols;
-  QuantizeSpec spec;
-  Rng rng;
-  uint32_t role;
-  const float* outer_enc;  // one value
-  const float* outer_dec;
-  uint8_t* codes;
+enum class Dtype { fp32, bf16, fp16, stored };
+
+// A tensor that is quantized already: x̂ = element · fl(float(scale)·global), `rows_per_group` rows to a global scale.
+struct Stored {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const float* global;  // null for the MX formats
+  FormatId format;
+  int64_t padded_k, rows_per_group;
+};
+
+// What is quantized, contiguous [batch, rows, cols]: x, or where dtype says so x̂ of `stored`, decoded on the fly.
+struct Input {
+  const void* x;
+  Dtype dtype;
+  int64_t batch, rows, cols;
+  Stored stored;
+};
+
+// One copy: along the rows of the input, or along its columns ([batch, cols, rows], contraction last).
+struct Copy {
+  bool colwise;
+  OuterKind outer;
+  int rht, stages;     // as rht_n() has it for this contraction; 0 = none
+  const int64_t* rng;  // {seed, offset}, or {seed, offset, row, k}; null where nothing is random
+  bool sharded;        // rng has four entries
+  bool swizzled;       // scales in the tensor cores' layout, padding zeroed, each matrix of the batch on its own
+  const float* outer_enc;
+  const float* outer_dec;  // of each outer group; null for the MX formats
+  uint8_t* codes;          // null: this copy is not wanted
   uint8_t* scales;
 };
-cudaError_t quantize_rows(const QuantizeRowsArgs& args, cudaStream_t stream);
+
+// The RHT's length for a contraction of k elements.
+inline int rht_n(const QuantizeSpec& spec, int64_t k) { return spec.rht ? rht_length((k + 15) / 16 * 16, spec.rht) : 0; }
+
+// Both copies come from one read of the input. They share the spec but for its RHT.
+struct QuantizeArgs {
+  Input in;
+  QuantizeSpec spec;
+  uint32_t role;
+  Copy copies[2];  // row-wise, column-wise
+};
+cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream);
+
+// The largest finite magnitude of each outer group of one copy, after its RHT, into `amax`, which is zeroed first.
+cudaError_t amax(const Input& in, const Copy& copy, float* amax, int64_t groups, cudaStream_t stream);
+
+// From amaxes to what quantize reads (enc, dec) and what is stored (global); as cpu/… set_outer does.
+struct OuterArgs {
+  const float* amax;
+  int64_t groups;
+  ScaleRule rule;
+  bool eden, pow2;
+  float *enc, *dec, *global;
+};
+cudaError_t outer_scales(const OuterArgs& args, cudaStream_t stream);
+
+// x̂ [rows, k] of a stored tensor.
+cudaError_t dequantize(const Stored& from, int64_t rows, int64_t k, Dtype dtype, void* out, cudaStream_t stream);
+
+// Block scales [stack, rows, columns] to the tensor cores' layout and back (numerics/layout.h).
+cudaError_t swizzle(const uint8_t* scales, int64_t stack, int64_t rows, int64_t columns, uint8_t* out, cudaStream_t stream);
+cudaError_t unswizzle(const uint8_t* swizzled, int64_t stack, int64_t rows, int64_t columns, uint8_t* out, cudaStream_t stream);
 
 }  // namespace fp4ext::kernels

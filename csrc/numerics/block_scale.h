@@ -79,29 +79,39 @@ struct MaximumError {
   }
 };
 
+// How C sums over a block's elements are taken in index order, term(sum, i, c) adding element i to sum c: here by one
+// holder of all of them. (The threads that share a 16×16 tile on a GPU take turns.)
+struct InOrder {
+  template <int N, int C, class F, class Term>
+  FP4_HD void operator()(F* sums, Term term) const {
+    FP4_UNROLL
+    for (int i = 0; i < N; ++i)
+      for (int c = 0; c < C; ++c) sums[c] = term(sums[c], i, c);
+  }
+};
+
 // The errors of a block, given as magnitudes, under each of C candidate scale bytes. Signs never matter: x and its code
 // have the same. The sums are chains of additions in index order; side by side, the candidates hide each other's
 // latency.
-template <class Error, int N, int C, class F>
-FP4_HD void nearest_errors(const F* magnitude, const UintOf<F>* s, F S_dec, F* error) {
+template <class Error, int N, int C, class F, class Sum>
+FP4_HD void nearest_errors(const F* magnitude, const UintOf<F>* s, F S_dec, F* error, const Sum& sum) {
   F dec[C], enc[C];
   for (int c = 0; c < C; ++c) {
     dec[c] = decode_multiplier(E4M3::decode(s[c]), S_dec);
     enc[c] = encode_multiplier(dec[c]);
     error[c] = constant<F>(0.0f);
   }
-  for (int i = 0; i < N; ++i)
-    for (int c = 0; c < C; ++c) error[c] = Error::add(error[c], magnitude[i] - E2M1::round(magnitude[i] * enc[c]) * dec[c]);
+  sum.template operator()<N, C>(
+      error, [&](F e, int i, int c) { return Error::add(e, magnitude[i] - E2M1::round(magnitude[i] * enc[c]) * dec[c]); });
 }
 
 // The variance of stochastic rounding, Σ (hi-y)(y-lo), in units of the block's scale, times that scale squared.
-template <int N, class F>
-FP4_HD F stochastic_variance(const F* magnitude, UintOf<F> s, F S_dec) {
+template <int N, class F, class Sum>
+FP4_HD F stochastic_variance(const F* magnitude, UintOf<F> s, F S_dec, const Sum& sum) {
   using U = UintOf<F>;
   const F scale = E4M3::decode(s), enc = encode_multiplier(decode_multiplier(scale, S_dec));
-  F sum = constant<F>(0.0f);
-  FP4_UNROLL
-  for (int i = 0; i < N; ++i) {
+  F total = constant<F>(0.0f);
+  sum.template operator()<N, 1>(&total, [&](F v, int i, int) {
     const F y = min_of(magnitude[i] * enc, constant<F>(6.0f));
     // y lies between its nearest neighbour and the next code on the other side; where they coincide the product is 0
     // either way.
@@ -110,14 +120,14 @@ FP4_HD F stochastic_variance(const F* magnitude, UintOf<F> s, F S_dec) {
     const auto above = near > y;
     const F other = E2M1::decode(select(above, code - U(1u), code + U(1u)));
     const F hi = select(above, near, other), lo = select(above, other, near);
-    sum = sum + (hi - y) * (y - lo);
-  }
-  return sum * (scale * scale);
+    return v + (hi - y) * (y - lo);
+  });
+  return total * (scale * scale);
 }
 
 // The scale byte of a block of N elements, given as magnitudes; a is the largest of them.
-template <ScaleRule rule, bool kUp, int N, class F>
-FP4_HD UintOf<F> choose_scale(const F* magnitude, F a, Outer<F> outer) {
+template <ScaleRule rule, bool kUp, int N, class F, class Sum = InOrder>
+FP4_HD UintOf<F> choose_scale(const F* magnitude, F a, Outer<F> outer, const Sum& sum = {}) {
   using U = UintOf<F>;
   const F limit = constant<F>(448.0f);
   if constexpr (rule == ScaleRule::amax) {
@@ -136,19 +146,19 @@ FP4_HD UintOf<F> choose_scale(const F* magnitude, F a, Outer<F> outer) {
         s[c] = select(up < U(2u), U(1u), up - U(1u));
         s[c] = select(s[c] > U(126u), U(126u), s[c]);
       }
-      nearest_errors<SquaredError, N, C>(magnitude, s, outer.dec, error);
+      nearest_errors<SquaredError, N, C>(magnitude, s, outer.dec, error, sum);
     } else if constexpr (rule == ScaleRule::minvar) {
       const U c0 = E4M3::encode_up(min_of(b, limit));
       for (uint32_t c = 0; c < C; ++c) {
         s[c] = select(c0 + U(c) > U(126u), U(126u), c0 + U(c));
-        error[c] = stochastic_variance<N>(magnitude, s[c], outer.dec);
+        error[c] = stochastic_variance<N>(magnitude, s[c], outer.dec, sum);
       }
     } else {
       using Error = std::conditional_t<rule == ScaleRule::four_over_six_mae, AbsoluteError,
                                        std::conditional_t<rule == ScaleRule::four_over_six_absmax, MaximumError, SquaredError>>;
       s[0] = E4M3::encode(min_of(b, limit));
       s[1] = E4M3::encode(min_of(b * constant<F>(1.5f), limit));
-      nearest_errors<Error, N, C>(magnitude, s, outer.dec, error);
+      nearest_errors<Error, N, C>(magnitude, s, outer.dec, error, sum);
     }
     U best = s[0];
     F best_error = error[0];

@@ -16,11 +16,13 @@
 #define FP4_HD inline __attribute__((always_inline))
 #endif
 
-// Before a loop of constant length whose arrays should become registers.
+// Before a loop of constant length whose arrays should become registers; before one whose body should stay single.
 #if defined(__CUDACC__)
 #define FP4_UNROLL _Pragma("unroll")
+#define FP4_ROLLED _Pragma("unroll 1")
 #else
 #define FP4_UNROLL _Pragma("GCC unroll 16")
+#define FP4_ROLLED _Pragma("GCC unroll 1")
 #endif
 
 namespace fp4ext {

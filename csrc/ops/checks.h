@@ -9,6 +9,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include "../cpu/quantize.h"
+#include "text.h"
 
 // What every op asks of its arguments: a refusal names the argument, what it is, and what would be accepted.
 namespace fp4ext {

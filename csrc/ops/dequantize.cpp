@@ -6,8 +6,7 @@
 namespace fp4ext {
 namespace {
 
-Tensor dequantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, std::string format, int64_t k,
-                  std::string out_dtype) {
+Tensor dequantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, Text format, int64_t k, Text out_dtype) {
   Stored in(codes, scales, global_scale, format, k);
   Tensor out = torch::stable::new_empty(codes, in.sizes, parse_dtype("out_dtype", out_dtype));
   in.args.out = out.data_ptr();

@@ -14,12 +14,27 @@ STABLE_TORCH_LIBRARY(fp4ext, m) {
   m.def(
       "requantize(Tensor codes, Tensor scales, Tensor global_scale, str format, int k, str spec, int axis, Tensor? rng, int role)"
       " -> (Tensor codes_out, Tensor scales_out, Tensor global_scale_out)");
+  m.def(
+      "grouped_quantize(Tensor x, Tensor? offsets, str spec, int axis, Tensor? rng, int role)"
+      " -> (Tensor codes, Tensor scales, Tensor global_scale)");
+  m.def(
+      "grouped_requantize(Tensor codes, Tensor scales, Tensor global_scale, str format, int k, Tensor? offsets,"
+      " str spec, int axis, Tensor? rng, int role) -> (Tensor codes_out, Tensor scales_out, Tensor global_scale_out)");
   m.def("amax(Tensor x, str spec, int axis, Tensor? rng) -> Tensor");
   m.def("dequantize(Tensor codes, Tensor scales, Tensor global_scale, str format, int k, str out_dtype) -> Tensor");
   m.def(
       "gemm(Tensor x_codes, Tensor? x_scales, Tensor? x_global, str x_format,"
       " Tensor w_codes, Tensor? w_scales, Tensor? w_global, str w_format,"
       " Tensor? bias, str out_dtype, str accumulate, str backend) -> Tensor");
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor? start, float scale) -> Tensor");
+  m.def(
+      "gemm_add(Tensor x_codes, Tensor? x_scales, Tensor? x_global, str x_format,"
+      " Tensor w_codes, Tensor? w_scales, Tensor? w_global, str w_format,"
+      " Tensor? bias, Tensor(a!) out, str accumulate, str backend) -> ()");
+  m.def(
+      "grouped_gemm(Tensor x_codes, Tensor? x_scales, Tensor? x_global, str x_format,"
+      " Tensor w_codes, Tensor? w_scales, Tensor? w_global, str w_format,"
+      " Tensor offsets, str out_dtype, str accumulate, str backend) -> Tensor");
   m.def("swizzle(Tensor scales) -> Tensor");
   m.def("unswizzle(Tensor swizzled, int rows, int columns) -> Tensor");
 }

@@ -1,6 +1,6 @@
 #include <torch/csrc/stable/library.h>
 
-#include "stored.h"
+#include "quantization.h"
 
 // quantize, quantize_rowcol, requantize and amax on the CPU: check, measure the outer scale, allocate, run.
 namespace fp4ext {
@@ -9,31 +9,13 @@ namespace {
 using std::optional;
 using std::string;
 
-Rng read_rng(const optional<Tensor>& rng, bool needed) {
-  if (!rng) {
-    STD_TORCH_CHECK(!needed, "rng is missing: this spec rounds or rotates at random; accepted: an int64 tensor {seed, offset}");
-    return {};
-  }
-  check_dtype("rng", *rng, ScalarType::Long);
-  STD_TORCH_CHECK(rng->dim() == 1 && (rng->size(0) == 2 || rng->size(0) == 4), "rng has shape ", describe(sizes_of(*rng)),
-                  "; accepted: [2] {seed, offset} or [4] {seed, offset, row, k}");
-  STD_TORCH_CHECK(rng->is_cpu(), "rng must be on the device of x, the CPU");
-  const Tensor dense = torch::stable::contiguous(*rng);
-  const auto* p = static_cast<const int64_t*>(dense.data_ptr());
-  const bool shard = rng->size(0) == 4;
-  return {{static_cast<uint32_t>(p[0]), static_cast<uint32_t>(static_cast<uint64_t>(p[0]) >> 32)},
-          static_cast<uint32_t>(p[1]),
-          shard ? static_cast<uint32_t>(p[2]) : 0,
-          shard ? static_cast<uint32_t>(p[3]) : 0};
-}
-
 // One direction of one quantization; holds what the pointers in `args` point to.
 struct Job {
   Tensor x;     // or, where the input is `stored`, a tensor of its device
   Sizes sizes;  // of the input
   const cpu::DequantizeArgs* stored = nullptr;
-  cpu::QuantizeArgs args{};
-  std::vector<float> enc, dec;
+  cpu::QuantizeArgs args;
+  OuterScales outer;
 
   Job(const Tensor& input, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role)
       : Job(check_float("x", input), sizes_of(input), key, axis, rng, role) {
@@ -46,19 +28,11 @@ struct Job {
     stored = &input.args;
   }
   Job(cpu::Dtype dtype, Sizes input_sizes, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role)
-      : sizes(std::move(input_sizes)) {
-    args.dtype = dtype;
-    args.spec = parse_spec(key);
-    STD_TORCH_CHECK(axis == -1 || axis == -2, "axis is ", axis,
-                    "; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)");
+      : sizes(std::move(input_sizes)), args(check_quantization(dtype, key, axis, rng, role)) {
     const size_t dim = sizes.size(), least = axis == -2 ? 2 : 1;
     STD_TORCH_CHECK(dim >= least, "x has ", dim, " dimensions; accepted: at least ", least, " with axis=", axis);
     STD_TORCH_CHECK(args.spec.outer != OuterKind::expert || dim == 3, "x has ", dim,
                     " dimensions; accepted with outer='expert': 3, [experts, rows, K]");
-    STD_TORCH_CHECK(role >= 0 && role <= 2, "role is ", role, "; accepted: 0 (x), 1 (w), 2 (dy)");
-    args.rng = read_rng(rng, args.spec.rounding != Rounding::nearest || args.spec.rht);
-    args.colwise = axis == -2;
-    args.role = static_cast<uint32_t>(role);
     args.batch = dim > 2 ? product(sizes, 0, dim - 2) : 1;
     args.rows = dim > 1 ? sizes[dim - 2] : 1;
     args.cols = sizes[dim - 1];
@@ -88,27 +62,21 @@ struct Job {
     return !a.rht && !b.rht && ((whole(a.outer) && whole(b.outer)) || (a.outer == OuterKind::expert && b.outer == OuterKind::expert));
   }
 
+  std::vector<cpu::RequantizeArgs> requantized() const { return {{stored, 0, args}}; }
+
   void measure(float* amax) const {
     std::fill(amax, amax + args.num_groups(), 0.0f);
     if (stored)
-      cpu::requantize_amax(*stored, args, amax, torch_threads());
+      cpu::requantize_amax(requantized(), amax, torch_threads());
     else
-      cpu::amax(args, amax, torch_threads());
+      cpu::amax({&args, 1}, amax, torch_threads());
   }
 
-  // Fills enc and dec from the amaxes, and `global` with the decode side.
+  // From the amaxes; fills `global` with the decode side.
   void set_outer(const float* amax, float* global) {
     if (args.spec.outer == OuterKind::none) return;
-    const int64_t n = args.num_groups();
-    enc.resize(n), dec.resize(n);
-    const ScaleRule rule = args.spec.scale;
-    const bool eden = args.spec.rounding == Rounding::eden, pow2 = args.spec.outer == OuterKind::pow2;
-    for (int64_t i = 0; i < n; ++i) {
-      const auto outer = eden && rule == ScaleRule::amax ? eden_outer_scale(amax[i], pow2) : outer_scale(amax[i], outer_target(rule), pow2);
-      enc[i] = outer.enc, dec[i] = outer.dec;
-      global[i] = outer.dec * (eden ? eden_gain(rule) : 1.0f);
-    }
-    args.outer_enc = enc.data(), args.outer_dec = dec.data();
+    outer = OuterScales(args.spec, amax, args.num_groups(), global);
+    args.outer_enc = outer.enc.data(), args.outer_dec = outer.dec.data();
   }
 };
 
@@ -137,20 +105,20 @@ Result run(Job& job, const optional<Tensor>& amax) {
   a.scales = static_cast<uint8_t*>(scales.data_ptr());
   if (a.k() == 0) return {codes, scales, global};
   if (job.stored)
-    cpu::requantize(*job.stored, a, torch_threads());
+    cpu::requantize(job.requantized(), torch_threads());
   else
-    cpu::quantize(a, torch_threads());
+    cpu::quantize({&a, 1}, torch_threads());
   return {codes, scales, global};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng, int64_t role,
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, Text spec, int64_t axis, optional<Tensor> rng, int64_t role,
                                             optional<Tensor> amax) {
   Job job(x, spec, axis, rng, role);
   auto r = run(job, amax);
   return {r.codes, r.scales, r.global};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const Tensor& x, string row_spec, string col_spec,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const Tensor& x, Text row_spec, Text col_spec,
                                                                            optional<Tensor> row_rng, optional<Tensor> col_rng,
                                                                            int64_t role) {
   Job row(x, row_spec, -1, row_rng, role), col(x, col_spec, -2, col_rng, role);
@@ -163,15 +131,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const
   return {r.codes, r.scales, r.global, c.codes, c.scales, c.global};
 }
 
-std::tuple<Tensor, Tensor, Tensor> requantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, string format,
-                                              int64_t k, string spec, int64_t axis, optional<Tensor> rng, int64_t role) {
+std::tuple<Tensor, Tensor, Tensor> requantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, Text format, int64_t k,
+                                              Text spec, int64_t axis, optional<Tensor> rng, int64_t role) {
   const Stored input(codes, scales, global_scale, format, k);
   Job job(input, spec, axis, rng, role);
   auto r = run(job, {});
   return {r.codes, r.scales, r.global};
 }
 
-Tensor amax(const Tensor& x, string spec, int64_t axis, optional<Tensor> rng) {
+Tensor amax(const Tensor& x, Text spec, int64_t axis, optional<Tensor> rng) {
   Job job(x, spec, axis, rng, 0);
   STD_TORCH_CHECK(job.args.spec.outer != OuterKind::none, "amax: this format has no outer scale");
   Tensor out = job.new_global();

@@ -7,11 +7,14 @@
     block_scale.py  outer scales and the rules that choose a block's scale                  sections 2, 3
     quantize.py     quantize, dequantize, amax_of                                           sections 2-7
     gemm.py         the GEMM in its lawful order of summation                               section 9
+    attention.py    causal attention in its lawful order, and its exponential               section 11
+    grouped.py      experts: each on its own                                                section 9
     layout.py       the 128x4 scale layout of the tensor cores                              section 10
 
 It is written from docs/numerics.md alone, without sight of the C++ that must agree with it.
 """
 
+from .attention import attention, exp2
 from .block_scale import e8m0_scales, nvfp4_scales, outer_scales
 from .elements import (
     decode_e2m1,
@@ -28,6 +31,7 @@ from .elements import (
     unpack_nibbles,
 )
 from .gemm import gemm
+from .grouped import grouped_gemm, grouped_quantize
 from .hadamard import effective_n, inverse_rht, rht, signs
 from .layout import swizzle, unswizzle
 from .philox import element_bits, philox4x32
@@ -35,6 +39,7 @@ from .quantize import amax_of, dequantize, quantize
 
 __all__ = [
     "amax_of",
+    "attention",
     "decode_e2m1",
     "decode_e4m3",
     "decode_e5m2",
@@ -49,7 +54,10 @@ __all__ = [
     "encode_e4m3_stochastic",
     "encode_e5m2",
     "encode_e5m2_stochastic",
+    "exp2",
     "gemm",
+    "grouped_gemm",
+    "grouped_quantize",
     "inverse_rht",
     "nvfp4_scales",
     "outer_scales",

@@ -14,11 +14,11 @@ CHUNK = 1024
 LANES = 16  # also the block of the block order
 
 
-def gemm(x, w, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def gemm(x, w, bias=None, out_dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None) -> torch.Tensor:
     """[M, K] times [N, K] transposed -> [M, N] of out_dtype (bf16, fp16 or fp32).
 
     Each operand is (codes, scales, global_scale, format) as quantize gives them, or a plain bf16 / fp16 / fp32 tensor.
-    bias: [N], any of the three dtypes, or None.
+    bias: [N], any of the three dtypes, or None. out: fp32 [M, N] -> fp32 out + y, out itself unchanged.
     """
     x, w = _Operand(x), _Operand(w)
     k = max(x.k, w.k)
@@ -33,6 +33,8 @@ def gemm(x, w, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.
     y = (acc.double() * (x.global_scale * w.global_scale.mT)).float()
     if bias is not None:
         y = y + _fp32(bias)
+    if out is not None:
+        return out + y
     return y.to(out_dtype)
 
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from contextlib import nullcontext
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import fp4ext
 from fp4ext.audit.live import Monitor
 
-from . import bf16
+from . import bf16, inkling2
 from .model import Transformer
+from .moe import Balance
 from .presets import Preset
 
 
@@ -39,6 +41,7 @@ class Arm:
         name = policy if isinstance(policy, str) else policy.name
         self.policy, self.preset, self.seed, self.device = name, preset, seed, device
         self.model, self.report = build_model(policy, preset, seed, device)
+        self.balance = Balance(self.model)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": preset.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -56,11 +59,9 @@ class Arm:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._prepare(step)
-        batch = tokens.to(self.device), targets.to(self.device)
 
         def batch_loss() -> Tensor:
-            with torch.autocast(self.device.type, torch.bfloat16):
-                return self.model(*batch)
+            return F.cross_entropy(self._logits(tokens).flatten(0, 1), targets.flatten().to(self.device))
 
         watch = self.monitor.watch(step, batch_loss) if self.monitor else nullcontext()
         with watch:
@@ -70,6 +71,7 @@ class Arm:
         train_loss, grad_norm = loss.item(), norm.item()
         if math.isfinite(train_loss) and math.isfinite(grad_norm):
             self.optimizer.step()
+            line |= self.balance.step()
         else:
             self.diverged = step + 1
             line["diverged"] = self.diverged
@@ -85,8 +87,7 @@ class Arm:
         self.model.eval()
         losses = []
         for x, y in zip(tokens.split(32), targets.split(32), strict=True):
-            with torch.autocast(self.device.type, torch.bfloat16):
-                logits = self.model(x.to(self.device))
+            logits = self._logits(x)
             loss = F.cross_entropy(logits.flatten(0, 1), y.flatten().to(self.device), reduction="none")
             losses.append(loss.view(y.shape).double().mean(1).cpu().numpy())
         self.model.train()
@@ -114,6 +115,20 @@ class Arm:
         """Bits that an element takes where products read it: weights, and activations saved for backward."""
         return fp4ext.storage_bits(self.model)
 
+    def said(self) -> str:
+        """One line: which kinds of modules the policy took from a model that is not ours, and which it left."""
+        kinds = {name: type(module).__name__ for name, module in self.model.named_modules()}
+        took = Counter(kinds[name] for name in self.report.converted)
+        taken = ", ".join(f"{count} {kind}" for kind, count in took.items())
+        left = ", ".join(sorted({kinds[name] for name in self.report.left}))
+        return f"{self.policy} quantizes of {type(self.model).__name__}: {taken}; leaves: {left}"
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """fp32 [batch, time, vocab]."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.preset.model == "transformer"):
+            out = self.model(tokens.to(self.device))
+        return out if isinstance(out, Tensor) else out.logits
+
     def _prepare(self, step: int) -> None:
         noise = np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)[0]
         torch.manual_seed(int(noise >> np.uint64(1)))
@@ -136,7 +151,7 @@ def _finite(value: float) -> float | None:
 # The only functions of fp4ext.train that meet the library's core.
 
 
-def monitor(model: Transformer, every: int) -> Monitor | None:
+def monitor(model: nn.Module, every: int) -> Monitor | None:
     """What watches the quantizers of a model, where there are any."""
     watched = Monitor(model, every)
     return watched if watched.every and watched.layers else None
@@ -149,10 +164,13 @@ def policy_names() -> list[str]:
 
 def build_model(
     policy: str | fp4ext.Policy, preset: Preset, seed: int, device: torch.device
-) -> tuple[Transformer, fp4ext.Report]:
+) -> tuple[nn.Module, fp4ext.Report]:
     """A model under the policy, and what convert did."""
-    model = Transformer(preset.shape, seed).to(device)
     policy = fp4ext.policies.get(policy)
+    if preset.model == "inkling2":
+        model = inkling2.build(preset.shape, seed).to(device)
+        return model, inkling2.convert(model, policy)
+    model = Transformer(preset.shape, seed).to(device)
     report = fp4ext.Report(policy.name)
     if policy.name != "bf16":
         report = fp4ext.convert(model, policy)

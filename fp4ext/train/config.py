@@ -9,7 +9,7 @@ import platform
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,8 @@ import torch
 import fp4ext
 from fp4ext import policy_file
 
-from . import arm, bf16, presets
+from . import arm, bf16, inkling2, presets, task
+from .data import TASK, is_task
 from .errors import Refused
 from .presets import Preset, whole
 
@@ -31,10 +32,11 @@ class Config:
     """What to train. Equal configurations on equal text give equal runs.
 
     Args:
-        preset: "tiny", "small", or a Preset of your own.
+        preset: the name of one of presets.PRESETS, or a Preset of your own.
         policies: names from fp4ext.policies, or .toml or .json files of your own, each an arm; the gap is measured
             against "bf16". None: a choice that compares well. Afterwards: the names.
-        data: files and folders of text; none: the Python standard library's source.
+        data: files and folders of text, or the text of one task, "task:NAME" (task.py); none: the Python standard
+            library's source.
         seed: of initial weights, batches and rounding.
         device: "cpu" or "cuda".
         threads: CPU threads; results may differ in bits between numbers of threads. None: torch's choice.
@@ -58,6 +60,8 @@ class Config:
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
         put("preset", presets.get(self.preset))
+        if self.preset.model == "inkling2":
+            inkling2.check()
         known = arm.policy_names()
         if self.policies is None:
             put("policies", tuple(p for p in DEFAULT_POLICIES if p in known))
@@ -72,7 +76,7 @@ class Config:
             if policy in self.policies[:i]:
                 raise Refused(f"--policies: {policy!r} is given twice; accepted: different policies")
         paths = (self.data,) if isinstance(self.data, str) else self.data
-        put("data", tuple(str(Path(p).absolute()) for p in paths))
+        put("data", tuple(map(_absolute, paths)))
         put("threads", torch.get_num_threads() if self.threads is None else self.threads)
         whole("--seed", self.seed, 0, 2**63 - 1)
         whole("--threads", self.threads, 1, 1024)
@@ -107,7 +111,7 @@ class Config:
         """The part of config.json that two equal runs share."""
         more = ({"own": self.own} if self.own else {}) | ({"stats": self.stats} if self.stats else {})
         return more | {
-            "preset": asdict(self.preset),
+            "preset": presets.as_dict(self.preset),
             "policies": list(self.policies),
             "seed": self.seed,
             "device": self.device,
@@ -131,7 +135,8 @@ def facts(config: Config) -> dict:
         if config.device == "cuda"
         else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     )
-    return {
+    others = {"transformers": inkling2.version()} if config.preset.model == "inkling2" else {}
+    return others | {
         "fp4ext": fp4ext.__version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -146,7 +151,7 @@ def command(config: Config) -> str:
     p = config.preset
     words = [
         "python -m fp4ext pretrain",
-        f"--preset {p.name}",
+        f"--{'preset' if p.model == 'transformer' else 'model'} {p.name}",
         f"--policies {','.join(config.files.get(name, name) for name in config.policies)}",
         f"--seed {config.seed}",
     ]
@@ -193,6 +198,12 @@ def compare(old: dict, new: dict, prefix: str = "") -> list[str]:
         elif a != b:
             found.append(f"{prefix}{key}: {_short(a)}, now {_short(b)}")
     return found
+
+
+def _absolute(path: str | Path) -> str:
+    if is_task(path):
+        return TASK + task.absolute(str(path).removeprefix(TASK))
+    return str(Path(path).absolute())
 
 
 def _short(value) -> str:

@@ -21,8 +21,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from . import task
 from .errors import Refused
 
+TASK = "task:"  # what comes before a task's name where a path is asked for
 HELD_OUT = 20  # one part in so many
 ACCEPTED = "accepted: text files, or folders with text files in them"
 SKIPPED_STDLIB = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -73,15 +75,18 @@ def load(paths: Sequence[str | os.PathLike] = (), context: int = 128) -> Corpus:
 
     Args:
         paths: files, taken as they are, and folders, searched for text files. Hidden and binary files in folders are
-            passed over.
+            passed over. Or "task:NAME" alone: the text of a task.
         context: the window's length, for the least amount of text that will do.
 
     Raises:
         Refused: a path that is missing, unreadable, empty or neither file nor folder; too little text.
     """
-    found = _search([Path(p) for p in paths]) if paths else _stdlib()
-    texts = [(name, _read(path)) for name, path in found]
-    if paths:
+    if any(map(is_task, paths)):
+        texts = [_task_text(paths)]
+    else:
+        found = _search([Path(p) for p in paths]) if paths else _stdlib()
+        texts = [(name, _read(path)) for name, path in found]
+    if paths and not is_task(paths[0]):
         given = {str(p) for p in paths}
         texts = [pair for pair, (_, path) in zip(texts, found, strict=True) if str(path) in given or is_text(pair[1])]
     if not texts:
@@ -126,6 +131,18 @@ def held_out(name: str) -> bool:
 def is_text(contents: bytes) -> bool:
     """Whether a file found in a folder is read: it has contents, and no zero byte at its beginning."""
     return bool(contents) and b"\0" not in contents[:8192]
+
+
+def is_task(path: str | os.PathLike) -> bool:
+    """Whether it names a task instead of a file."""
+    return str(path).startswith(TASK)
+
+
+def _task_text(paths: Sequence[str | os.PathLike]) -> tuple[str, bytes]:
+    if len(paths) > 1:
+        raise Refused(f"--data {' '.join(map(str, paths))}: a task beside others; accepted: {TASK}NAME alone, or paths")
+    name = str(paths[0]).removeprefix(TASK)
+    return name, task.load(name).text(task.generator(0)).encode()
 
 
 def _join(texts: list[bytes]) -> np.ndarray:

@@ -17,6 +17,10 @@ class Silent:
 
     def note(self, text: str) -> None: ...
 
+    def pretraining(self) -> Silent:
+        """The display of a pretraining that comes before another job."""
+        return Silent()
+
     def close(self) -> None: ...
 
 
@@ -136,13 +140,16 @@ def final_table(result: Result, console) -> None:
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for row in result.rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(row)[: len(headings)])
     console.print(table)
+    loads = [f"{row.policy} {cells(row)[-1]}" for row in result.rows if row.load_max is not None]
+    if loads:
+        console.print(f"expert load, × an even share: {', '.join(loads)}", highlight=False)
     console.print(f"report: {result.report}", highlight=False, soft_wrap=True)
 
 
 def cells(row) -> tuple[str, ...]:
-    """A Row as text: policy, loss, gap, weight bits, activation bits, seconds."""
+    """A Row as text: policy, loss, gap, weight bits, activation bits, seconds; with experts, their load."""
     gap = "–"
     if row.gap is not None and row.policy != "bf16":
         gap = f"{row.gap:+.1f}" + (f" ± {row.gap_error:.1f}" if row.gap_error is not None else "")
@@ -150,7 +157,8 @@ def cells(row) -> tuple[str, ...]:
     if row.diverged is not None:
         loss = f"diverged at step {row.diverged}"
     seconds = "–" if row.seconds is None else f"{row.seconds:.3f}"
-    return row.policy, loss, gap, f"{row.weight_bits:.2f}", f"{row.activation_bits:.2f}", seconds
+    load = () if row.load_max is None else (f"{row.load_min:.2f} … {row.load_max:.2f}",)
+    return row.policy, loss, gap, f"{row.weight_bits:.2f}", f"{row.activation_bits:.2f}", seconds, *load
 
 
 def clock(seconds: float) -> str:

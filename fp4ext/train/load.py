@@ -52,6 +52,8 @@ def load(path: str | Path, batches: int = 2, arm: str | None = None) -> Loaded:
     arm = arm or ("bf16" if "bf16" in config.policies else config.policies[0])
     if arm not in config.policies:
         raise Refused(f"--arm: {arm!r} is no arm of {path}; accepted: {', '.join(config.policies)}")
+    if config.preset.model != "transformer":
+        raise Refused(f"{path}: a run of {config.preset.name}; accepted: one of a model of fp4ext's own")
     manifest, files = checkpoint.load(path / "checkpoints")
     model = Transformer(config.preset.shape)
     model.load_state_dict(files[f"{arm}.weights"])

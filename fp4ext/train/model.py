@@ -5,9 +5,14 @@
     x ← x + down(silu(gate) · up),                 gate, up = gate_up(norm(x))
     logits = lm_head(norm(x))
 
-The residual stream and the norms are fp32; under autocast the products are BF16. `fp4ext.convert` swaps the four
-Linears of each block and nothing else, which is 24 of 25 multiplications at the tiny preset. q, k, v (and gate, up)
-share one matrix, because they share one input: it is quantized once.
+With experts the second line is a mixture (moe.py). The residual stream and the norms are fp32; under autocast the
+products are BF16. `fp4ext.convert` swaps the four Linears of each block (and the experts) and nothing else, which is 24
+of 25 multiplications at the tiny preset. q, k, v (and gate, up) share one matrix, because they share one input: it is
+quantized once.
+
+In the stages of RL attention sums in a fixed order (fp4ext.attention), so that with row-invariant products
+(invariant.py) a token's logits depend on that token and its past alone: fed whole, or one by one through a `Past`, in
+any batch.
 """
 
 from __future__ import annotations
@@ -18,6 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fp4ext
+from fp4ext.activation import swiglu
+
+from .cache import Past, rounded
+from .moe import MoE
 from .presets import Shape
 
 
@@ -43,14 +53,25 @@ class Rope(nn.Module):
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # [batch, heads, time, head_dim]
-        cos, sin = self.cos[: x.shape[-2]].to(x.dtype), self.sin[: x.shape[-2]].to(x.dtype)
+    def forward(self, x: Tensor, start: Tensor | None = None) -> Tensor:
+        """x [batch, heads, time, head_dim]; `start` [batch]: the position of the first of them, default 0."""
+        if start is None:
+            cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        else:
+            positions = start[:, None, None] + torch.arange(x.shape[-2])
+            cos, sin = self.cos[positions], self.sin[positions]
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / √head_dim) v over the past. A CPU does it in fp32: torch's BF16 attention takes thrice as long."""
+def attend(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / √head_dim) v over the past; in the stages of RL in an order that no batch changes.
+
+    While pretraining a CPU does it in fp32: torch's BF16 attention takes thrice as long.
+    """
+    if fp4ext.current_stage() != "pretrain":
+        return fp4ext.attention(q, k, v, start)
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     with torch.autocast("cpu", enabled=False):
@@ -58,38 +79,45 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, layer: int):
         super().__init__()
-        self.heads, self.head_dim = shape.heads, shape.head_dim
+        self.layer, self.heads, self.head_dim = layer, shape.heads, shape.head_dim
+        self.cache: fp4ext.Spec | None = None
         self.qkv = nn.Linear(shape.d, 3 * shape.d, bias=False)
         self.out = nn.Linear(shape.d, shape.d, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, past: Past | None) -> Tensor:
         batch, time, d = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        y = attend(rope(q), rope(k), v)
+        start = past and past.start
+        q, k = rope(q, start), rope(k, start)
+        if past:
+            k, v = past.extend(self.layer, k, v)
+        elif fp4ext.current_stage() != "pretrain":
+            k, v = rounded(k, self.cache), rounded(v, self.cache)
+        y = attend(q, k, v, start)
         return self.out(y.transpose(1, 2).reshape(batch, time, d))
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, d: int, ffn: int):
         super().__init__()
-        self.gate_up = nn.Linear(shape.d, 2 * shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.d, bias=False)
+        self.gate_up = nn.Linear(d, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(self.gate_up(x)))
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, layer: int):
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(shape.d), Attention(shape)
-        self.mlp_norm, self.mlp = RMSNorm(shape.d), SwiGLU(shape)
+        self.attention_norm, self.attention = RMSNorm(shape.d), Attention(shape, layer)
+        dense = SwiGLU(shape.d, shape.ffn) if shape.ffn else None
+        self.mlp_norm, self.mlp = RMSNorm(shape.d), MoE(shape, dense) if shape.experts else dense
 
-    def forward(self, x: Tensor, rope: Rope) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope)
+    def forward(self, x: Tensor, rope: Rope, past: Past | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, past)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -106,7 +134,7 @@ class Transformer(nn.Module):
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab, shape.d)
         self.rope = Rope(shape.head_dim, shape.context)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape.d)
         self.lm_head = nn.Linear(shape.d, shape.vocab, bias=False)
         self.init_weights(torch.Generator().manual_seed(seed))
@@ -117,15 +145,20 @@ class Transformer(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim < 2:
                 continue
-            std = 1.0 if name == "embed.weight" else p.shape[1] ** -0.5
-            if name.endswith(("out.weight", "down.weight")):
+            std = 1.0 if name == "embed.weight" else p.shape[-1] ** -0.5
+            if name.endswith(("out.weight", "down.weight", "down_proj")):
                 std /= math.sqrt(2 * self.shape.layers)
             p.normal_(0.0, std, generator=generator)
         self.lm_head.weight.zero_()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def set_cache(self, spec: fp4ext.Spec | None) -> None:
+        """How keys and values are rounded in the stages of RL, where sequences are decoded through a cache of them."""
+        for block in self.blocks:
+            block.attention.cache = spec
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, past: Past | None = None) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, self.rope)
+            x = block(x, self.rope, past)
         logits = self.lm_head(self.norm(x)).float()
         return logits if targets is None else F.cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -107,6 +107,9 @@ def _train(
         directory.without_tensorboard()
     try:
         show.start(arms, start, p.steps, directory.path)
+        for a in arms:
+            if p.model != "transformer" and a.report.converted:
+                show.note(a.said())
         if start == 0:
             save(0)
             lines = [{"step": 0, "policy": a.policy} for a in arms]

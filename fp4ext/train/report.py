@@ -25,6 +25,13 @@ HEADINGS = (  # name, unit, and both for a narrow page
     ("time", "s/step", "s/step"),
 )
 
+LOAD = ("expert load", "min … max", "expert load")
+
+ABOUT_LOAD = (
+    "Expert load: tokens of the idlest and of the busiest expert over an even share, in the worst layer, in the last "
+    "tenth of the run; 1 is even. A bias on the router's choice evens them out, without a loss."
+)
+
 ABOUT_TABLE = (
     "Gap: validation loss less that of bf16, on the same windows; ± is its standard error over those windows. "
     "Another seed moves it too: compare several before believing a small difference. Bits per stored element count "
@@ -44,6 +51,8 @@ def render(config: dict, metrics: list[dict], result: Result) -> str:
     run, data = config["run"], config["data"]
     preset, policies = run["preset"], run["policies"]
     title = f"Pretraining the {preset['name']} preset"
+    if preset.get("model") == "inkling2":
+        title = f"Pretraining {preset['name']}, Inkling2ForCausalLM of transformers {config['facts']['transformers']}"
     said = (
         f"{preset['steps']} steps of {preset['batch']} × {preset['shape']['context']} bytes of {data['source']}, "
         f"{len(policies)} {'policies' if len(policies) > 1 else 'policy'} from the same weights on the same batches, "
@@ -69,9 +78,16 @@ def render(config: dict, metrics: list[dict], result: Result) -> str:
                 f"From evaluations along the way, {preset['eval_windows']} windows each; the first tenth is left out."
             ),
         ]
+    loads = load_lines(policies, metrics)
+    if loads:
+        parts += [
+            "<h2>Balance of the experts</h2>",
+            _figure(loads, policies, "Load of the busiest expert by step", "× an even share", None),
+            soft(ABOUT_LOAD),
+        ]
     left = {name: why for row in result.rows if row.policy != "bf16" for name, why in row.left.items()}
     if left:
-        parts += ["<h2>What stays BF16</h2>", pairs(left)]
+        parts += ["<h2>What is not quantized</h2>", pairs(left)]
     parts += [
         "<h2>To repeat it</h2>",
         f"<pre>{escape(config['command'])}</pre>",
@@ -109,6 +125,15 @@ def gap_lines(policies: list[str], metrics: list[dict], steps: int) -> list[Line
     return lines
 
 
+def load_lines(policies: list[str], metrics: list[dict]) -> list[Line]:
+    """The load of the busiest expert; none for a dense model."""
+    lines = []
+    for hue, policy in _hues(policies):
+        points = _points([line for line in metrics if line["policy"] == policy], "load_max")
+        lines += [Line(policy, points, hue)] if points else []
+    return lines
+
+
 def _summary(result: Result) -> str:
     rows = [row for row in result.rows if row.final_loss is not None and row.diverged is None]
     if not rows:
@@ -125,7 +150,8 @@ def _summary(result: Result) -> str:
 
 
 def _table(policies: list[str], result: Result) -> str:
-    head = "".join(f"<th>{name}<small>{unit}</small></th>" for name, unit, _ in HEADINGS)
+    headings = (*HEADINGS, LOAD) if any(row.load_max is not None for row in result.rows) else HEADINGS
+    head = "".join(f"<th>{name}<small>{unit}</small></th>" for name, unit, _ in headings)
     body = []
     hues = {policy: hue for hue, policy in _hues(policies)}
     for row in result.rows:
@@ -134,7 +160,7 @@ def _table(policies: list[str], result: Result) -> str:
         texts = (dot(hues[row.policy]) + policy, loss, f"<span>{gap}</span>", *others)
         body.append(
             "".join(
-                f'<td data-label="{short}">{text}</td>' for (_, _, short), text in zip(HEADINGS, texts, strict=True)
+                f'<td data-label="{short}">{text}</td>' for (_, _, short), text in zip(headings, texts, strict=False)
             )
         )
     rows = "".join(f"<tr>{cells_}</tr>" for cells_ in body)

@@ -26,6 +26,8 @@ class Row:
         diverged: the step at which it stopped being finite.
         converted: how many modules the policy took.
         left: Linear -> why it stayed BF16.
+        load_max, load_min: tokens of the busiest and of the idlest expert over an even share, in the worst layer, on
+        average over the last tenth of the logged steps; None for a dense model.
     """
 
     policy: str
@@ -39,6 +41,8 @@ class Row:
     diverged: int | None
     converted: int
     left: dict[str, str]
+    load_max: float | None = None
+    load_min: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ def table(arms, losses: dict[str, np.ndarray], metrics: list[dict]) -> tuple[Row
                 _finite(difference.std(ddof=1) / math.sqrt(len(difference))) if len(base) > 1 else None,
             )
         bits = arm.storage_bits()
+        loads = [(line["load_max"], line["load_min"]) for line in mine if "load_max" in line]
+        last = loads[-max(1, len(loads) // 10) :]
         rows.append(
             Row(
                 policy=arm.policy,
@@ -92,6 +98,8 @@ def table(arms, losses: dict[str, np.ndarray], metrics: list[dict]) -> tuple[Row
                 diverged=arm.diverged,
                 converted=len(arm.report.converted),
                 left=dict(arm.report.left),
+                load_max=statistics.fmean(most for most, _ in last) if last else None,
+                load_min=statistics.fmean(least for _, least in last) if last else None,
             )
         )
     return tuple(rows)

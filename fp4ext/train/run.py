@@ -1,7 +1,7 @@
 """A run directory: everything that a run leaves behind, and what it needs to go on.
 
     config.json     what was asked for, which text, which versions; enough to repeat the run
-    metrics.jsonl   a line for each policy and logged step
+    metrics.jsonl   a line for each policy (or arm of RL) and logged step
     checkpoints/    the newest step (checkpoint.py)
     tensorboard/    the metrics once more, a folder for each policy, if tensorboard is installed
     result.json, report.html, loss.png     at the end
@@ -81,7 +81,7 @@ class Run:
     def _board(self, line: dict) -> None:
         if self._boards is None:
             return
-        policy, step = line["policy"], line["step"]
+        policy, step = line.get("arm", line.get("policy")), line["step"]
         if policy not in self._boards:
             try:
                 from torch.utils.tensorboard import SummaryWriter

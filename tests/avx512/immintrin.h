@@ -120,6 +120,15 @@ inline __m512i shuffle_epi8(__m512i a, __m512i control) {  // within each 128-bi
   const U8 x(a), k(control);
   return each<uint8_t, __m512i>([&](int i) { return k.v[i] & 128 ? uint8_t{0} : x.v[i / 16 * 16 + (k.v[i] & 15)]; });
 }
+inline __m512 shuffle_ps(__m512 a, __m512 b, int control) {  // within each 128-bit part
+  const F32 x(a), y(b);
+  return each<float, __m512>([&](int i) { return (i % 4 < 2 ? x : y).v[i / 4 * 4 + (control >> (2 * (i % 4)) & 3)]; });
+}
+inline __m512i broadcast_i32x4(__m128i a) {
+  U8 r;
+  for (int part = 0; part < 4; ++part) std::memcpy(r.v + 16 * part, &a, 16);
+  return r.as<__m512i>();
+}
 inline __m512 shuffle_f32x4(__m512 a, __m512 b, int control) {
   const F32 x(a), y(b);
   return each<float, __m512>([&](int i) { return (i < 8 ? x : y).v[(control >> (2 * (i / 4)) & 3) * 4 + i % 4]; });
@@ -150,6 +159,7 @@ inline V unpack(V a, V b) {
 }  // namespace fp4ext_avx512_double
 
 #define __AVX512F__ 1
+#define _mm512_broadcast_i32x4 fp4ext_avx512_double::broadcast_i32x4
 #define _mm512_castsi128_si512 fp4ext_avx512_double::castsi128
 #define _mm512_cvtepi32_ps fp4ext_avx512_double::cvtepi32
 #define _mm512_cvtepu8_epi32 fp4ext_avx512_double::cvtepu8
@@ -173,6 +183,8 @@ inline V unpack(V a, V b) {
 #define _mm512_shuffle_epi8 fp4ext_avx512_double::shuffle_epi8
 #undef _mm512_shuffle_f32x4
 #define _mm512_shuffle_f32x4 fp4ext_avx512_double::shuffle_f32x4
+#undef _mm512_shuffle_ps
+#define _mm512_shuffle_ps fp4ext_avx512_double::shuffle_ps
 #define _mm512_slli_epi64 fp4ext_avx512_double::slli_epi64
 #define _mm512_srli_epi64 fp4ext_avx512_double::srli_epi64
 #define _mm512_storeu_si512 fp4ext_avx512_double::storeu

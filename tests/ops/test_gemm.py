@@ -137,6 +137,19 @@ def test_any_scale_byte(each_isa, x_format, w_format):
         )
 
 
+@pytest.mark.parametrize("x_format, w_format", [*SAME, ("mxfp4", "mxfp4"), ("fp16", "mxfp4")], ids=lambda f: f)
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_a_decode_is_a_prefill(each_isa, x_format, w_format, m):
+    """A few rows take a way of their own through w: the bits of many, whatever the scale bytes: negative, NaN."""
+    for n, k, scales in ((41, 1072, None), (17, 271, None), (9, 16, (0, 256)), (33, 544, (0x70, 0x90))):
+        x, w = operand(x_format, 40, k, 29, outer="row"), operand(w_format, n, k, 30, scales=scales)
+        wanted = gemm(x, w)
+        for isa, y in each_isa(lambda: gemm(x[:m], w)):  # noqa: B023
+            assert_bytes_equal(y, wanted[:m], f"{isa} {n}x{k}")
+        if k < 300:
+            check(each_isa, x[:m], w)
+
+
 def test_fp32_products_are_fused(each_isa):
     """Cancelling sums of products that no fp32 holds: multiply, then add, gives other bits."""
     g = torch.Generator().manual_seed(0)
@@ -278,6 +291,7 @@ def test_exact_on_integers(each_isa):
         a, b = (integers(format, t) for t in (x, w))
         for isa, y in each_isa(lambda: gemm(a, b)):  # noqa: B023
             assert_bytes_equal(y, wanted, f"{format} {isa}")
+            assert_bytes_equal(gemm(a[:2], b), wanted[:2], f"{format} {isa}, a decode")
 
 
 def integers(format, t):
@@ -292,9 +306,11 @@ def integers(format, t):
 
 @pytest.mark.parametrize("x_format, w_format", SAME, ids=lambda f: f)
 @pytest.mark.parametrize("data", ["random", "adversarial"])
-def test_bounds_at_large_k(each_isa, x_format, w_format, data):
+@pytest.mark.parametrize("m", [3, 5])
+def test_bounds_at_large_k(each_isa, x_format, w_format, data, m):
+    """The derived bound on sums that cancel, 2^-20 on random data; 3 rows are a decode, 5 are not."""
     k = 65536
-    x, w = operand(x_format, 3, k, 25, outer="none"), operand(w_format, 25, k, 26, outer="none")
+    x, w = operand(x_format, m, k, 25, outer="none"), operand(w_format, 25, k, 26, outer="none")
     if data == "adversarial":  # second half cancels the first: the exact sum is tiny, the terms are not
         for o in (x, w):
             o.codes[:, o.codes.shape[1] // 2 :] = o.codes[:, : o.codes.shape[1] // 2]
@@ -309,6 +325,39 @@ def test_bounds_at_large_k(each_isa, x_format, w_format, data):
         assert ((y.double() - exact).abs() <= limit + exact.abs() * 2**-24).all(), isa
 
 
+@pytest.mark.parametrize("x_format, w_format", SAME, ids=lambda f: f)
+@pytest.mark.parametrize("m", [1, 40])
+def test_added_to_what_is_there(each_isa, x_format, w_format, m):
+    """out += y in fp32, the bias first: weight gradients over micro-batches."""
+    x, w, bias = operand(x_format, m, 80, 31), operand(w_format, 27, 80, 32), torch.randn(27)
+    before = torch.randn(m, 27) * 10
+    wanted = reference.gemm(x.for_reference(), w.for_reference(), bias, out=before)
+    assert not torch.equal(wanted, gemm(x, w) + (before + bias))
+    operands = (x.codes, x.scales, x.outer, x.format, w.codes, w.scales, w.outer, w.format)
+
+    def add():
+        out = before.clone()
+        fp4ext.ops.gemm_add(*operands, bias, out)
+        return out
+
+    for isa, out in each_isa(add):
+        assert_bytes_equal(out, wanted, isa)
+
+
+@pytest.mark.parametrize(
+    "out, says",
+    [
+        (torch.zeros(3, 27, dtype=torch.bfloat16), "out is bfloat16; accepted: float32"),
+        (torch.zeros(3, 26), r"out has shape \[3, 26\]; accepted: \[3, 27\]"),
+        (torch.zeros(27, 3).T, "out has gaps between its elements; accepted: a contiguous tensor"),
+    ],
+)
+def test_out_that_does_not_fit_is_refused(out, says):
+    x, w = operand("fp32", 3, 16, 1), operand("fp32", 27, 16, 2)
+    with pytest.raises(RuntimeError, match=says):
+        fp4ext.ops.gemm_add(x.codes, None, None, "fp32", w.codes, None, None, "fp32", None, out)
+
+
 # ---- shapes ----
 
 
@@ -319,6 +368,57 @@ def test_leading_dimensions():
     assert_bytes_equal(gemm(x, w), flat.unflatten(0, (2, 3, 4)))
     one = Operand("bf16", torch.randn(80).bfloat16())  # a vector
     assert gemm(one, w).shape == (10,)
+
+
+@pytest.mark.parametrize("x_format, w_format", SAME, ids=lambda f: f)
+def test_what_lies_behind_is_not_read(each_isa, x_format, w_format):
+    """Fault 5: M = 48, K = 96, everything around the operands 0xFF: NaN as a scale, as a code, as a plain number."""
+    x, w = operand(x_format, 48, 96, 33), operand(w_format, 40, 96, 34)
+    wanted = {m: gemm(x[:m], w) for m in (48, 1)}
+
+    def surrounded(o):
+        def put(t):
+            whole = (
+                torch.full(((len(t) + 6) * t[0].nbytes,), 0xFF, dtype=torch.uint8).view(t.dtype).view(-1, t.shape[1])
+            )
+            whole[3:-3] = t
+            return whole[3:-3]
+
+        return Operand(o.format, put(o.codes), None if o.scales is None else put(o.scales), o.outer)
+
+    x, w = surrounded(x), surrounded(w)
+    for isa, _ in each_isa(lambda: None):
+        for m, y in wanted.items():
+            assert_bytes_equal(gemm(x[:m], w), y, f"{isa} M={m}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("x_format, w_format", [("nvfp4", "nvfp4"), ("mxfp8", "mxfp8")], ids=lambda f: f)
+@pytest.mark.parametrize("m", [1, 6])
+def test_indices_of_64_bits(x_format, w_format, m):
+    """Fault 16: 2^31 elements and more of w, then of x. Pages of zeros that nobody writes take no memory."""
+    k, n = 4096, 2**31 // 4096 + 8
+    few, last = operand(x_format, m, k, 35), operand(w_format, 8, k, 36)
+    w = Operand(w_format, *(None if t is None else t.new_zeros(n, t.shape[1]) for t in (last.codes, last.scales)))
+    w.outer = last.outer
+    w.codes[-8:], w.scales[-8:] = last.codes, last.scales
+    assert w.codes.numel() * (2 if w.codes_are_packed() else 1) > 2**31
+    y = gemm(few, w)
+    assert_bytes_equal(y[:, -8:], gemm(few, last))
+    assert (y[:, :-8] == 0).all()
+    if m == 1:
+        assert_bytes_equal(gemm(w, few)[-8:], gemm(last, few))
+
+
+def test_compiled_equals_eager():
+    """Fault 14: K = 16(4n+1), where a scale column stands alone in its four."""
+    torch._dynamo.reset()
+    for k in (16, 80, 144):
+        x, w = operand("nvfp4", 5, k, 37), operand("nvfp4", 7, k, 38)
+        f = lambda a, b, c, d: fp4ext.ops.gemm(a, b, None, "nvfp4", c, d, None, "nvfp4", None, "float32")  # noqa: E731
+        operands = (x.codes, x.scales, w.codes, w.scales)
+        assert_bytes_equal(torch.compile(f, fullgraph=True, backend="aot_eager")(*operands), f(*operands))
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("format", FORMATS)

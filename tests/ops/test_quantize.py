@@ -86,6 +86,16 @@ def test_every_kind_of_data(kind, dtype):
             check(x, Spec.parse(key), axis)
 
 
+@pytest.mark.parametrize("rows", [127, 128, 300])
+@pytest.mark.parametrize(
+    "key", ["nvfp4", "nvfp4/sweep/eden/1x16/row/16x2", "nvfp4/amax/stochastic/1x16/pow2/32", "mxfp8", "mxfp4"]
+)
+def test_columns_longer_than_a_line(key, rows):
+    """Column-wise vectors are 128 deep, whatever the block and the RHT, and the last of a column may be shorter."""
+    for dtype, columns in ((torch.float32, 150), (torch.bfloat16, 264)):
+        check(generate("gaussian", rows, columns, seed=rows, dtype=dtype), Spec.parse(key), -2)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(ALL),

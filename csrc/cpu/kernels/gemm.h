@@ -34,6 +34,16 @@ struct GemmKernel {
   int strip_columns() const { return lanes * strip_vectors; }
 };
 
+// A few rows of x, a decode, times w as it is stored: no panel, every weight is read once.
+struct GemmFew {
+  int rows;         // at most
+  int64_t x_bytes;  // of packed x, a row and 16 elements of K
+  // Packs rows [row, row + rows) of x, the whole of [0, k), rounded up to 32.
+  void (*pack_x)(const Operand& x, int64_t row, int rows, int64_t k, uint8_t* out);
+  // total[r·stride + c]: columns [column, column + columns) of w.
+  void (*multiply)(const uint8_t* x, int rows, const Operand& w, int64_t column, int columns, int64_t k, float* total, int64_t stride);
+};
+
 inline constexpr int64_t kGemmChunk = 1024;
 constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -51,12 +61,15 @@ struct GemmRow {
   double g_x;
   const float* bias;  // [columns] or null
   int64_t columns;
+  bool add;  // y = what y holds + this
 };
 
 #define FP4EXT_GEMM_KERNELS(isa)                       \
   namespace isa {                                      \
   const GemmKernel& gemm_block_kernel(bool both_e4m3); \
   const GemmKernel& gemm_lane_kernel();                \
+  const GemmFew& gemm_block_few(bool both_e4m3);       \
+  const GemmFew& gemm_lane_few();                      \
   void gemm_finish(const GemmRow& row, float* y);      \
   void gemm_finish(const GemmRow& row, uint16_t* y);   \
   }

@@ -11,6 +11,7 @@ void finish(const GemmRow& row, T* y) {
   for (int64_t n = 0; n < row.columns; ++n) {
     float v = static_cast<float>(static_cast<double>(row.total[n]) * (row.g_x * row.g_w[n]));
     if (row.bias) v = v + row.bias[n];
+    if (row.add) v = to_float(y[n]) + v;
     from_float(select(v != v, as_float(0x7fc00000u), v), y[n]);
   }
 }

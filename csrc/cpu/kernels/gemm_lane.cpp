@@ -1,8 +1,7 @@
 #include <bit>
 
-#include "../bytes.h"
 #include "gemm.h"
-#include "io.h"
+#include "row_reader.h"
 
 // Lane order: sixteen partial sums over k ≡ l mod 16, each a chain of fmas, then a tree.
 //
@@ -24,68 +23,11 @@ constexpr int kRows = 6, kVectors = 2;
 #else
 constexpr int kRows = 4, kVectors = 2;
 #endif
-constexpr int64_t kWidth = 16;  // the law's lanes
-
 constexpr int64_t kPadding = 16;  // floats
 constexpr int64_t w_lane_stride(int64_t steps, int vectors) { return steps * vectors * kLanes + kPadding; }
 
 // Where lane l stands in a panel.
 constexpr int bit_reversed(int l) { return (l & 1) << 3 | (l & 2) << 1 | (l & 4) >> 1 | (l & 8) >> 3; }
-
-// ---- elements ----
-
-template <Elem E>
-constexpr int kBits = E == Elem::e2m1                      ? 4
-                      : E == Elem::e4m3 || E == Elem::e5m2 ? 8
-                      : E == Elem::fp32                    ? 32
-                                                           : 16;
-
-// kLanes consecutive elements of a row.
-template <Elem E>
-FP4_HD VF load_elements(const uint8_t* p) {
-  if constexpr (E == Elem::e2m1) {
-    return decode_lanes_e2m1(p);
-  } else if constexpr (E == Elem::e4m3) {
-    return decode_lanes_e4m3(p);
-  } else if constexpr (E == Elem::e5m2) {
-    return decode_lanes_e5m2(p);
-  } else if constexpr (E == Elem::bf16) {
-    return load_lanes(reinterpret_cast<const BF16*>(p));
-  } else if constexpr (E == Elem::fp16) {
-    return load_lanes(reinterpret_cast<const FP16*>(p));
-  } else {
-    return load_lanes(reinterpret_cast<const float*>(p));
-  }
-}
-
-// One row of an operand, sixteen elements at a time: x'[k .. k+16) as 16 / kLanes vectors, zeros from k_end on.
-template <Elem E>
-struct RowReader {
-  const uint8_t* codes;
-  const uint8_t* scales;
-  const float* table;  // values of scale bytes
-  int shift;           // of the block
-
-  RowReader() = default;
-  RowReader(const Operand& o, int64_t row)
-      : codes(o.row(row)), scales(o.block ? o.row_scales(row) : nullptr), table(scale_table(o.scale).value), shift(o.block_shift()) {}
-
-  FP4_HD void read(int64_t k, int64_t k_end, VF (&out)[kWidth / kLanes]) const {
-    const uint8_t* p = codes + k * kBits<E> / 8;
-    uint8_t padded[kWidth * 4];
-    if (k + kWidth > k_end) {
-      std::memset(padded, 0, sizeof(padded));
-      std::memcpy(padded, p, ((k_end - k) * kBits<E> + 7) / 8);
-      if (E == Elem::e2m1 && (k_end - k) % 2) padded[(k_end - k) / 2] &= 15;
-      p = padded;
-    }
-    for (int i = 0; i < kWidth / kLanes; ++i) out[i] = load_elements<E>(p + i * kLanes * kBits<E> / 8);
-    if (scales) {
-      const VF s = splat(table + scales[k >> shift]);
-      for (int i = 0; i < kWidth / kLanes; ++i) out[i] = out[i] * s;
-    }
-  }
-};
 
 // ---- panels ----
 
@@ -133,17 +75,6 @@ void pack_w(const Operand& w, int64_t column, int columns, int64_t k0, int64_t k
   }
 }
 
-template <class Fn>
-void with_elem(Elem elem, Fn&& f) {
-  switch (elem) {
-    case Elem::e2m1: return f.template operator()<Elem::e2m1>();
-    case Elem::e4m3: return f.template operator()<Elem::e4m3>();
-    case Elem::e5m2: return f.template operator()<Elem::e5m2>();
-    case Elem::bf16: return f.template operator()<Elem::bf16>();
-    case Elem::fp16: return f.template operator()<Elem::fp16>();
-    case Elem::fp32: return f.template operator()<Elem::fp32>();
-  }
-}
 void pack_x_any(const Operand& x, int64_t row, int rows, int64_t k, uint8_t* out) {
   with_elem(x.elem, [&]<Elem E>() { pack_x<E>(x, row, rows, k, reinterpret_cast<float*>(out)); });
 }

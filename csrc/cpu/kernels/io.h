@@ -1,4 +1,5 @@
 #pragma once
+#include "../../numerics/half.h"
 #include "../quantize.h"
 #include "../simd.h"
 
@@ -16,14 +17,8 @@ typedef uint16_t RawH __attribute__((vector_size(kLanes * 2)));
 typedef uint16_t LooseH __attribute__((vector_size(kLanes * 2), aligned(1), may_alias));
 
 FP4_HD float to_float(float x) { return x; }
-FP4_HD float to_float(BF16 x) { return as_float(static_cast<uint32_t>(x.u) << 16); }
-FP4_HD float to_float(FP16 x) {
-  // Rebase the exponent by a multiplication, which also normalizes subnormals; infinities and NaNs keep a full
-  // exponent.
-  const uint32_t sign = (x.u & 0x8000u) << 16, magnitude = x.u & 0x7fffu;
-  const uint32_t u = magnitude >= 0x7c00u ? (magnitude << 13) | kInfBits : bits(as_float(magnitude << 13) * 0x1p112f);
-  return as_float(u | sign);
-}
+FP4_HD float to_float(BF16 x) { return bf16_to_float(x.u); }
+FP4_HD float to_float(FP16 x) { return fp16_to_float(x.u); }
 
 // kLanes consecutive elements.
 FP4_HD VF load_lanes(const float* p) { return load<VF>(p); }
@@ -45,25 +40,8 @@ FP4_HD VF load_lanes(const FP16* p) {
 
 // Nearest even; a NaN stays a NaN.
 FP4_HD void from_float(float x, float& out) { out = x; }
-FP4_HD void from_float(float x, BF16& out) {
-  const uint32_t u = bits(x);
-  const bool nan = (u & ~kSignBit) > kInfBits;
-  out.u = static_cast<uint16_t>(nan ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1)) >> 16);
-}
-FP4_HD void from_float(float x, FP16& out) {
-  const uint32_t u = bits(x), sign = (u >> 16) & 0x8000u;
-  const float v = abs_of(x);
-  uint32_t h;
-  if (!(v < 65520.0f)) {
-    h = v != v ? 0x7e00u : 0x7c00u;
-  } else if (v < 0x1p-14f) {
-    h = bits(v + 0.5f) - bits(0.5f);  // ulp(0.5) = 2^-24, the subnormal step
-  } else {
-    const uint32_t m = bits(v);
-    h = ((m + 0xfffu + ((m >> 13) & 1)) >> 13) - (112u << 10);
-  }
-  out.u = static_cast<uint16_t>(h | sign);
-}
+FP4_HD void from_float(float x, BF16& out) { out.u = float_to_bf16(x); }
+FP4_HD void from_float(float x, FP16& out) { out.u = float_to_fp16(x); }
 
 // Calls f with a null pointer of the C++ type of that dtype.
 template <class Fn>

@@ -69,19 +69,29 @@ FP4_HD VU magnitudes(const VF* t, VF* m) {
   return largest;
 }
 
-// Gathers codes into 32-bit words, the first code lowest: eight 4-bit or four 8-bit ones each. The order is that of the
-// output: for the column-wise copy of a 16×16 tile, element 16·r + c is position r of row c.
-template <int kBits, bool kTransposed>
+// Gathers codes into 32-bit words, the first code lowest: eight 4-bit or four 8-bit ones each.
+template <int kBits>
 struct Words {
   static constexpr int kPerWord = 32 / kBits;
   VU* words;
   FP4_HD void put(int i, VU code) const {
-    const int position = kTransposed ? (i % 16) * 16 + i / 16 : i;
-    VU& word = words[position / kPerWord];
-    const int shift = position % kPerWord * kBits;
+    VU& word = words[i / kPerWord];
+    const int shift = i % kPerWord * kBits;
     word = shift == 0 ? code : word | (code << shift);
   }
 };
+
+// The words of a 16×16 tile from its codes in the order of x. In the column-wise copy, element 16·r + c is position r of row c.
+FP4_HD void gather_tile(const VU* codes, bool transposed, VU* words) {
+  const int row = transposed ? 1 : 16, k = transposed ? 16 : 1;
+  for (int w = 0; w < 32; ++w) {
+    const VU* code = codes + w / 2 * row + w % 2 * 8 * k;
+    VU word = code[0];
+    FP4_UNROLL
+    for (int j = 1; j < 8; ++j) word = word | (code[j * k] << (4 * j));
+    words[w] = word;
+  }
+}
 
 // Poisoned blocks have codes 0: their words are cleared.
 FP4_HD void clear_where(VMask poisoned, VU* words, int count) {
@@ -90,8 +100,8 @@ FP4_HD void clear_where(VMask poisoned, VU* words, int count) {
 }
 
 // One NVFP4 block of N elements (16, or a 16×16 tile): its scale byte, returned, and its codes.
-template <ScaleRule rule, Rounding rounding, int N, bool kTransposed>
-FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, VU* words) {
+template <ScaleRule rule, Rounding rounding, int N>
+FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, bool transposed, VU* words) {
   VF m[N];
   const VU largest = magnitudes<N>(t, m);
   VU scale;
@@ -101,23 +111,30 @@ FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, VU* words
     scale = choose_scale<rule, rounding == Rounding::stochastic, N>(m, as_float(largest), outer);
   scale = select(largest == VU(0u), VU(0u), scale);
   const VF enc = encode_multiplier(decode_multiplier(E4M3::decode(scale), outer.dec));
-  VU gathered[N / 8];  // registers for N = 16
-  const Words<4, kTransposed> out{gathered};
-  FP4_UNROLL
-  for (int i = 0; i < N; ++i) {
+  const auto code = [&](int i) {
     const VF y = m[i] * enc;
     const VU magnitude = rounding == Rounding::stochastic ? E2M1::encode_stochastic(y, random[i]) : E2M1::encode(y);
-    out.put(i, E2M1::signed_code(magnitude, bits(t[i])));
+    return E2M1::signed_code(magnitude, bits(t[i]));
+  };
+  if constexpr (N == 16) {
+    VU gathered[2];  // registers
+    FP4_UNROLL
+    for (int i = 0; i < N; ++i) Words<4>{gathered}.put(i, code(i));
+    words[0] = gathered[0], words[1] = gathered[1];
+  } else {
+    VU codes[N];
+    for (int i = 0; i < N; ++i) codes[i] = code(i);
+    gather_tile(codes, transposed, words);
   }
-  for (int w = 0; w < N / 8; ++w) words[w] = gathered[w];
   const VMask poisoned = largest >= VU(kInfBits);
   clear_where(poisoned, words, N / 8);
   return select(poisoned, VU(kE4M3NaN), scale);
 }
 
-// MS-EDEN's correction of the scales of one rotated vector: s·S, S = Σr²/Σr·r̂ over the outer scale's gain, rounded
-// stochastically.
-FP4_HD void eden_correct(const VF* t, int n, VF S_dec, float gain, const VU* words, const RandomBits& random, VU* scales) {
+// MS-EDEN's correction of the scales of one rotated vector, elements [k, k + n) of the tile: s·S, S = Σr²/Σr·r̂ over the outer
+// scale's gain, rounded stochastically.
+FP4_HD void eden_correct(const VF* t, int k, int n, VF S_dec, float gain, const VU* words, const RandomBits& random, VU* scales) {
+  t += k, words += k / 8, scales += k / 16;
   VF energy(0.0f), match(0.0f);
   for (int b = 0; b < n / 16; ++b) {
     const VF dec = decode_multiplier(E4M3::decode(scales[b] & VU(0x7fu)), S_dec);
@@ -132,28 +149,34 @@ FP4_HD void eden_correct(const VF* t, int n, VF S_dec, float gain, const VU* wor
   const VF S = select(usable, energy / match, VF(1.0f)) / VF(gain);
   for (int b = 0; b < n / 16; ++b) {
     const VF corrected = min_of(E4M3::decode(scales[b]) * S, VF(448.0f));
-    const VU r = random16(random.words(0, 2 * b, Purpose::kScale), 0);
+    const VU r = random16(random.words(0, k / 8 + 2 * b, Purpose::kScale), 0);
     scales[b] = select(scales[b] == VU(kE4M3NaN), scales[b], E4M3::encode_stochastic(corrected, r));
   }
 }
 
 // All blocks of a tile: words of codes in output order, scales[b] for each block.
-using EncodeTile = void (*)(const QuantizeArgs&, const Lanes&, const VF*, int, VU*, VU*);
+using EncodeTile = void (*)(const Tiling&, const Lanes&, const VF*, VU*, VU*);
 
-template <ScaleRule rule, Rounding rounding, int N, bool kTransposed = false>
-void encode_nvfp4(const QuantizeArgs& a, const Lanes& lanes, const VF* t, int length, VU* words, VU* scales) {
+template <ScaleRule rule, Rounding rounding, int N>
+void encode_nvfp4(const Tiling& tiling, const Lanes& lanes, const VF* t, VU* words, VU* scales) {
+  const QuantizeArgs& a = tiling.args;
+  const int length = lanes.length;
   const Outer<VF> outer = lane_outer(a, lanes);
   VU random[rounding == Rounding::stochastic ? kMaxVector : 1];
   if constexpr (rounding == Rounding::stochastic) RandomBits(a, lanes).elements(length, random);
   const int blocks = N == 256 ? 1 : length / 16;
   for (int b = 0; b < blocks; ++b)
-    scales[b] = encode_block<rule, rounding, N, kTransposed>(t + b * N, outer, rounding == Rounding::stochastic ? random + b * N : nullptr,
-                                                             words + b * (N / 8));
-  if constexpr (rounding == Rounding::eden) eden_correct(t, length, outer.dec, eden_gain(rule), words, RandomBits(a, lanes), scales);
+    scales[b] = encode_block<rule, rounding, N>(t + b * N, outer, rounding == Rounding::stochastic ? random + b * N : nullptr, a.colwise,
+                                                words + b * (N / 8));
+  if constexpr (rounding == Rounding::eden)
+    for (int k = 0; k < length; k += tiling.unit)
+      eden_correct(t, k, tiling.unit, outer.dec, eden_gain(rule), words, RandomBits(a, lanes), scales);
 }
 
 template <class Element, Rounding rounding>
-void encode_mx(const QuantizeArgs& a, const Lanes& lanes, const VF* t, int length, VU* words, VU* scales) {
+void encode_mx(const Tiling& tiling, const Lanes& lanes, const VF* t, VU* words, VU* scales) {
+  const QuantizeArgs& a = tiling.args;
+  const int length = lanes.length;
   VU random[rounding == Rounding::stochastic ? kMaxVector : 1];
   if constexpr (rounding == Rounding::stochastic) RandomBits(a, lanes).elements(length, random);
   const float reciprocal_max = 1.0f / Element::max_value();
@@ -164,7 +187,7 @@ void encode_mx(const QuantizeArgs& a, const Lanes& lanes, const VF* t, int lengt
     const VU scale = encode_e8m0<Element>(as_float(largest), a.spec.scale == ScaleRule::ceil, reciprocal_max);
     const VF enc = encode_multiplier_e8m0(scale);
     VU gathered[Element::kBits];
-    const Words<Element::kBits, false> out{gathered};
+    const Words<Element::kBits> out{gathered};
     for (int i = 0; i < 32; ++i) {
       const VF y = m[i] * enc;
       const VU magnitude = rounding == Rounding::stochastic ? Element::encode_stochastic(y, random[32 * b + i]) : Element::encode(y);
@@ -178,9 +201,8 @@ void encode_mx(const QuantizeArgs& a, const Lanes& lanes, const VF* t, int lengt
 }
 
 template <ScaleRule rule, Rounding rounding>
-EncodeTile nvfp4(bool tile, bool colwise) {
-  if (tile) return colwise ? encode_nvfp4<rule, rounding, 256, true> : encode_nvfp4<rule, rounding, 256>;
-  return encode_nvfp4<rule, rounding, 16>;
+EncodeTile nvfp4(bool tile) {
+  return tile ? encode_nvfp4<rule, rounding, 256> : encode_nvfp4<rule, rounding, 16>;
 }
 template <class Element>
 EncodeTile mx(Rounding rounding) {
@@ -188,7 +210,7 @@ EncodeTile mx(Rounding rounding) {
 }
 
 // The law's table of combinations; ops/parse.h has refused the others.
-EncodeTile encoder(const QuantizeSpec& s, bool colwise) {
+EncodeTile encoder(const QuantizeSpec& s) {
   switch (s.format) {
     case FormatId::mxfp8: return mx<E4M3>(s.rounding);
     case FormatId::mxfp8_e5m2: return mx<E5M2>(s.rounding);
@@ -199,15 +221,15 @@ EncodeTile encoder(const QuantizeSpec& s, bool colwise) {
     return s.scale == ScaleRule::sweep ? encode_nvfp4<ScaleRule::sweep, Rounding::eden, 16>
                                        : encode_nvfp4<ScaleRule::amax, Rounding::eden, 16>;
   if (s.rounding == Rounding::stochastic)
-    return s.scale == ScaleRule::minvar ? nvfp4<ScaleRule::minvar, Rounding::stochastic>(s.tile, colwise)
-                                        : nvfp4<ScaleRule::amax, Rounding::stochastic>(s.tile, colwise);
+    return s.scale == ScaleRule::minvar ? nvfp4<ScaleRule::minvar, Rounding::stochastic>(s.tile)
+                                        : nvfp4<ScaleRule::amax, Rounding::stochastic>(s.tile);
   switch (s.scale) {
-    case ScaleRule::four_over_six: return nvfp4<ScaleRule::four_over_six, Rounding::nearest>(s.tile, colwise);
-    case ScaleRule::four_over_six_mae: return nvfp4<ScaleRule::four_over_six_mae, Rounding::nearest>(s.tile, colwise);
-    case ScaleRule::four_over_six_absmax: return nvfp4<ScaleRule::four_over_six_absmax, Rounding::nearest>(s.tile, colwise);
-    case ScaleRule::sweep: return nvfp4<ScaleRule::sweep, Rounding::nearest>(s.tile, colwise);
-    case ScaleRule::minvar: return nvfp4<ScaleRule::minvar, Rounding::nearest>(s.tile, colwise);
-    default: return nvfp4<ScaleRule::amax, Rounding::nearest>(s.tile, colwise);
+    case ScaleRule::four_over_six: return nvfp4<ScaleRule::four_over_six, Rounding::nearest>(s.tile);
+    case ScaleRule::four_over_six_mae: return nvfp4<ScaleRule::four_over_six_mae, Rounding::nearest>(s.tile);
+    case ScaleRule::four_over_six_absmax: return nvfp4<ScaleRule::four_over_six_absmax, Rounding::nearest>(s.tile);
+    case ScaleRule::sweep: return nvfp4<ScaleRule::sweep, Rounding::nearest>(s.tile);
+    case ScaleRule::minvar: return nvfp4<ScaleRule::minvar, Rounding::nearest>(s.tile);
+    default: return nvfp4<ScaleRule::amax, Rounding::nearest>(s.tile);
   }
 }
 
@@ -217,7 +239,18 @@ FP4_HD void scatter(const VU* words, int lane, int count, uint8_t* out) {
   for (int w = 0; w < count; ++w) std::memcpy(out + 4 * w, p + w * kLanes, 4);
 }
 
-void store_tile(const QuantizeArgs& a, const Lanes& lanes, int length, const VU* words, const VU* scales) {
+// The same for all lanes, whole vectors at a time.
+FP4_HD void store_words(const QuantizeArgs& a, const Lanes& lanes, int count, const VU* words) {
+  for (int w = 0; w < count; w += kLanes) {
+    VF part[kLanes];
+    for (int i = 0; i < kLanes; ++i) part[i] = as_float(words[w + i]);
+    transpose(part);
+    for (int l = 0; l < lanes.valid; ++l) store(a.codes + lanes.code_byte[l] + 4 * w, part[l]);
+  }
+}
+
+void store_tile(const QuantizeArgs& a, const Lanes& lanes, const VU* words, const VU* scales) {
+  const int length = lanes.length;
   const auto* scale = reinterpret_cast<const uint32_t*>(scales);
   if (a.spec.tile) {
     const int64_t row_bytes = a.row_bytes(), row_scales = a.row_scales();
@@ -229,21 +262,20 @@ void store_tile(const QuantizeArgs& a, const Lanes& lanes, int length, const VU*
       }
     return;
   }
-  const int block = a.spec.block(), num_words = length / (a.spec.packed() ? 8 : 4), num_scales = length / block;
-  if (num_words == 2 && !a.colwise && lanes.valid == kLanes) {
-    // Blocks of 16 along rows follow each other in the output, from row to row too.
-    store_pairs(a.codes + lanes.code_byte[0], words[0], words[1]);
+  const int num_words = length / (a.spec.packed() ? 8 : 4), num_scales = length / a.spec.block();
+  const bool in_line =
+      !a.colwise && num_scales == 1 && lanes.valid == kLanes;  // lanes follow each other in the output, from row to row too
+  if (in_line)
     store_bytes(a.scales + lanes.scale_byte[0], scales[0]);
-    return;
-  }
-  for (int l = 0; l < lanes.valid; ++l) {
-    uint8_t* out = a.codes + lanes.code_byte[l];
-    if (num_words == 2)
-      scatter(words, l, 2, out);
-    else
-      scatter(words, l, num_words, out);
-    for (int b = 0; b < num_scales; ++b) a.scales[lanes.scale_byte[l] + b] = static_cast<uint8_t>(scale[b * kLanes + l]);
-  }
+  else
+    for (int l = 0; l < lanes.valid; ++l)
+      for (int b = 0; b < num_scales; ++b) a.scales[lanes.scale_byte[l] + b] = static_cast<uint8_t>(scale[b * kLanes + l]);
+  if (in_line && num_words == 2)
+    store_pairs(a.codes + lanes.code_byte[0], words[0], words[1]);
+  else if (num_words % kLanes == 0)
+    store_words(a, lanes, num_words, words);
+  else
+    for (int l = 0; l < lanes.valid; ++l) scatter(words, l, num_words, a.codes + lanes.code_byte[l]);
 }
 
 }  // namespace
@@ -255,13 +287,13 @@ Band band(const QuantizeArgs& args, int64_t i) { return Tiling(args).band(i); }
 void quantize_tiles(const QuantizeArgs& args, int64_t begin, int64_t end) {
   const Tiling tiling(args);
   const Rotation rotation(args);
-  const EncodeTile encode = encoder(args.spec, args.colwise);
+  const EncodeTile encode = encoder(args.spec);
   with_dtype(args.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     alignas(64) VU words[kMaxVector / 4], scales[kMaxVector / 16];
     for_tiles<T>(tiling, rotation, begin, end, [&](const Lanes& lanes, const VF* t) {
-      encode(args, lanes, t, tiling.length, words, scales);
-      store_tile(args, lanes, tiling.length, words, scales);
+      encode(tiling, lanes, t, words, scales);
+      store_tile(args, lanes, words, scales);
     });
   });
 }
@@ -273,7 +305,7 @@ void amax_tiles(const QuantizeArgs& args, float* amax, int64_t begin, int64_t en
     using T = std::remove_pointer_t<decltype(type)>;
     for_tiles<T>(tiling, rotation, begin, end, [&](const Lanes& lanes, const VF* t) {
       VU largest(0u);
-      for (int i = 0; i < tiling.length * tiling.step; ++i) {
+      for (int i = 0; i < lanes.length * tiling.step; ++i) {
         const VU u = bits(abs_of(t[i]));
         largest = select((u > largest) & (u < VU(kInfBits)), u, largest);
       }

@@ -5,7 +5,11 @@
 // Where a tile's lanes lie: which vectors of the input they are, how their elements are loaded, where their codes go.
 namespace fp4ext::cpu::FP4EXT_ISA {
 
-inline constexpr int kMaxVector = 256;  // a 16×16 tile; an RHT vector has at most 128
+inline constexpr int kMaxVector = 256;  // a 16×16 tile; other vectors have at most 128
+
+// Column-wise a vector is as long as a cache line of codes: shorter, a line of the output would be visited once for each
+// of its parts, rows apart in memory, and each visit would miss.
+inline constexpr int kColumnDepth = 128;
 
 // The vectors of one tile, one a SIMD lane.
 struct Lanes {
@@ -15,7 +19,8 @@ struct Lanes {
   int64_t code_byte[kLanes];   // where its codes go
   int64_t scale_byte[kLanes];  // where its block scales go
   int64_t group[kLanes];       // outer group
-  int count[kLanes];           // elements along the contraction that exist; the rest is zero padding
+  int length;                  // elements along the contraction, of every lane
+  int count[kLanes];           // those that exist; the rest is zero padding
   int rows[kLanes];            // 16×16: output rows of the tile that exist
   int valid;                   // lanes that are vectors of their own; the others repeat the last one
   bool full;                   // all elements of all lanes exist
@@ -26,7 +31,8 @@ struct Lanes {
 // leaves its strip.
 struct Tiling {
   const QuantizeArgs& args;
-  int length;             // elements along the contraction (16 for a 16×16 tile)
+  int unit;               // elements along the contraction that a rotation mixes, or a block (16 for a 16×16 tile)
+  int length;             // elements of a vector: whole units
   int step;               // output rows of a vector: 1, or 16
   int per_byte, block;    // codes a byte, elements a scale
   int64_t k, out_rows;    // of one matrix of the output
@@ -35,7 +41,8 @@ struct Tiling {
 
   explicit Tiling(const QuantizeArgs& a)
       : args(a),
-        length(a.spec.tile ? 16 : a.vector_length()),
+        unit(a.spec.tile ? 16 : a.vector_length()),
+        length(a.colwise && !a.spec.tile ? std::max(unit, kColumnDepth) : unit),
         step(a.spec.tile ? 16 : 1),
         per_byte(a.spec.packed() ? 2 : 1),
         block(a.spec.block()),
@@ -144,6 +151,7 @@ class Cursor {
     one_run_ = n == kLanes;
     step_ = step;
     const int64_t row = across_ * t_.step, k = along_ * t_.length, out_row = b_ * t_.out_rows + row;
+    lanes.length = static_cast<int>(std::min<int64_t>(t_.length, (t_.k - k + t_.unit - 1) / t_.unit * t_.unit));
     const int64_t source = (b_ * a_.rows - a_.first_row + (a_.colwise ? k : row)) * a_.cols + (a_.colwise ? row : k);
     const int64_t code_byte = out_row * t_.row_bytes + k / t_.per_byte, scale_byte = out_row * t_.row_scales + k / t_.block;
     const int64_t group = a_.spec.outer == OuterKind::row ? out_row : a_.spec.outer == OuterKind::expert ? b_ : 0;
@@ -197,9 +205,32 @@ FP4_HD void load_ragged(const T* const* p, int64_t stride, const int* counts, in
   for (int i = 0; i < length; ++i) t[i] = load<VF>(padded + i * kLanes);
 }
 
+// Where columns are read from: the part of x around them, copied a few whole lines of each row at a time. Read in place,
+// the rows of a tall vector may all fall into a few sets of the cache, which would lose the rest of a line before the
+// next tile comes to it.
+template <class T>
+class Panel {
+ public:
+  static constexpr int kColumns = 256 / sizeof(T);
+  FP4_HD const T* find(const QuantizeArgs& a, const Lanes& lanes) {
+    const int64_t source = lanes.source[0];
+    if (source < source_ || source + lanes.valid > source_ + columns_) {
+      source_ = source;
+      columns_ = std::min<int64_t>(kColumns, a.cols - lanes.row[0] % a.cols);
+      const T* x = static_cast<const T*>(a.x) + source;
+      for (int i = 0; i < lanes.count[0]; ++i) std::memcpy(x_ + i * kColumns, x + i * a.cols, columns_ * sizeof(T));
+    }
+    return x_ + (source - source_);
+  }
+
+ private:
+  alignas(64) T x_[kColumnDepth * kColumns];
+  int64_t source_ = 0, columns_ = 0;
+};
+
 // One tile of the input: t[i] holds element i of each lane's vector; a 16×16 tile lies as in x, element 16·r + c.
 template <class T>
-FP4_HD void load_tile(const Tiling& tiling, const Lanes& lanes, VF* t) {
+FP4_HD void load_tile(const Tiling& tiling, const Lanes& lanes, Panel<T>& panel, VF* t) {
   const QuantizeArgs& a = tiling.args;
   const T* x = static_cast<const T*>(a.x);
   const T* p[kLanes];
@@ -219,21 +250,25 @@ FP4_HD void load_tile(const Tiling& tiling, const Lanes& lanes, VF* t) {
     }
     return;
   }
-  for (int l = 0; l < kLanes; ++l) p[l] = x + lanes.source[l];
-  if (!a.colwise) {
-    if (!lanes.full)
-      load_ragged(p, 1, lanes.count, tiling.length, t);
-    else if (tiling.length == 16)
-      load_along(p, 16, t);  // a constant length unrolls
-    else
-      load_along(p, tiling.length, t);
-  } else if (lanes.valid == kLanes) {
-    const int count = lanes.count[0];
-    for (int i = 0; i < count; ++i) t[i] = load_lanes(p[0] + i * a.cols);
-    for (int i = count; i < tiling.length; ++i) t[i] = VF(0.0f);
-  } else {
-    load_ragged(p, a.cols, lanes.count, tiling.length, t);
+  if (a.colwise) {
+    const T* columns = panel.find(a, lanes);
+    if (lanes.valid == kLanes) {
+      const int count = lanes.count[0];
+      for (int i = 0; i < count; ++i) t[i] = load_lanes(columns + i * panel.kColumns);
+      for (int i = count; i < lanes.length; ++i) t[i] = VF(0.0f);
+    } else {
+      for (int l = 0; l < kLanes; ++l) p[l] = columns + std::min(l, lanes.valid - 1);
+      load_ragged(p, panel.kColumns, lanes.count, lanes.length, t);
+    }
+    return;
   }
+  for (int l = 0; l < kLanes; ++l) p[l] = x + lanes.source[l];
+  if (!lanes.full)
+    load_ragged(p, 1, lanes.count, lanes.length, t);
+  else if (lanes.length == 16)
+    load_along(p, 16, t);  // a constant length unrolls
+  else
+    load_along(p, lanes.length, t);
 }
 
 // The RHT over the n-vectors of a tile of `length` elements.
@@ -275,14 +310,15 @@ FP4_HD void drop_rotated_padding(const Lanes& lanes, int n, int length, VF* t) {
 template <class T, class Fn>
 FP4_HD void for_tiles(const Tiling& tiling, const Rotation& rotation, int64_t begin, int64_t end, Fn&& f) {
   alignas(64) VF t[kMaxVector];
+  Panel<T> panel;
   Lanes lanes;
   Cursor cursor(tiling, begin);
   for (int64_t i = begin; i < end; ++i) {
     cursor.next(lanes);
-    load_tile<T>(tiling, lanes, t);
+    load_tile<T>(tiling, lanes, panel, t);
     if (rotation.n) {
-      rotation(t, tiling.length);
-      if (rotation.n < tiling.length) drop_rotated_padding(lanes, rotation.n, tiling.length, t);
+      rotation(t, lanes.length);
+      if (rotation.n < tiling.unit) drop_rotated_padding(lanes, rotation.n, lanes.length, t);
     }
     f(lanes, t);
   }

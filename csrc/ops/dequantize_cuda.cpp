@@ -1,0 +1,59 @@
+#include <torch/csrc/stable/library.h>
+
+#include "stored_cuda.h"
+
+// dequantize, swizzle and unswizzle on CUDA.
+namespace fp4ext {
+namespace {
+
+Tensor dequantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, Text format, int64_t k, Text out_dtype) {
+  const Stored in(codes, scales, global_scale, format, k);
+  Tensor out = torch::stable::new_empty(codes, in.sizes, parse_dtype("out_dtype", out_dtype));
+  const OnDevice device(codes);
+  check_launch("dequantize",
+               kernels::dequantize(stored_for_kernels(in), in.args.rows, k, cuda_dtype("out", out), out.data_ptr(), device.stream()));
+  return out;
+}
+
+Tensor swizzle(const Tensor& scales) {
+  check_bytes("scales", scales);
+  Sizes sizes = sizes_of(scales);
+  STD_TORCH_CHECK(sizes.size() >= 2, "scales has shape ", describe(sizes), "; accepted: [.., rows, blocks]");
+  const size_t dim = sizes.size();
+  const int64_t rows = sizes[dim - 2], columns = sizes[dim - 1], stack = product(sizes, 0, dim - 2);
+  sizes.resize(dim - 1);
+  sizes.back() = padded_rows(rows) * padded_columns(columns);
+  const Tensor in = torch::stable::contiguous(scales);
+  Tensor out = torch::stable::new_empty(scales, sizes, ScalarType::Byte);
+  const OnDevice device(scales);
+  check_launch("swizzle", kernels::swizzle(static_cast<const uint8_t*>(in.data_ptr()), stack, rows, columns,
+                                           static_cast<uint8_t*>(out.data_ptr()), device.stream()));
+  return out;
+}
+
+Tensor unswizzle(const Tensor& swizzled, int64_t rows, int64_t columns) {
+  check_bytes("swizzled", swizzled);
+  Sizes sizes = sizes_of(swizzled);
+  STD_TORCH_CHECK(rows >= 0 && columns >= 0, "rows and columns are ", rows, " and ", columns, "; accepted: 0 or more");
+  const int64_t size = padded_rows(rows) * padded_columns(columns);
+  STD_TORCH_CHECK(!sizes.empty() && sizes.back() == size, "swizzled has shape ", describe(sizes), "; accepted for ", rows, " rows and ",
+                  columns, " blocks: [.., ", size, "]");
+  const int64_t stack = product(sizes, 0, sizes.size() - 1);
+  sizes.back() = rows;
+  sizes.push_back(columns);
+  const Tensor in = torch::stable::contiguous(swizzled);
+  Tensor out = torch::stable::new_empty(swizzled, sizes, ScalarType::Byte);
+  const OnDevice device(swizzled);
+  check_launch("unswizzle", kernels::unswizzle(static_cast<const uint8_t*>(in.data_ptr()), stack, rows, columns,
+                                               static_cast<uint8_t*>(out.data_ptr()), device.stream()));
+  return out;
+}
+
+}  // namespace
+}  // namespace fp4ext
+
+STABLE_TORCH_LIBRARY_IMPL(FP4EXT_CUDA_LIBRARY, FP4EXT_CUDA_KEY, m) {
+  m.impl("dequantize", TORCH_BOX(&fp4ext::dequantize));
+  m.impl("swizzle", TORCH_BOX(&fp4ext::swizzle));
+  m.impl("unswizzle", TORCH_BOX(&fp4ext::unswizzle));
+}

@@ -1,0 +1,180 @@
+"""The experts of a mixture: SwiGLU layers with stacked weights, whose GEMMs run on quantized operands.
+
+    h = x·gate_up_proj[e]ᵀ,  y = (silu(gate)·up)·down_proj[e]ᵀ,  gate, up = the halves of h
+
+for the rows e of x, which come sorted by expert. Each of the two products is a linear layer as in linear.py, its three
+GEMMs grouped: one call for all experts, each expert with its own outer scales, as if it were a fp4ext.Linear alone.
+Every GEMM here is fp4ext's, the plain ones too, so that an expert's rows never depend on how many others there are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from . import ops, policies
+from .activation import swiglu
+from .grouped import Ragged, check_offsets, grouped_gemm, grouped_quantize
+from .linear import _flatten, _streams
+from .policy import Policy, current_stage
+from .qtensor import QTensor
+from .quantize import check_input
+from .recipe import Recipe
+from .spec import Spec
+
+Operand = QTensor | Ragged | Tensor
+
+
+class Experts(nn.Module):
+    """SwiGLU experts by a policy, in the layout of transformers' stacked experts. The parameters are plain.
+
+    Args:
+        experts, features, hidden: E, K and F: gate_up_proj [E, 2F, K] (gate first) and down_proj [E, K, F].
+        device, dtype: of the parameters: fp32 (master weights), bf16, fp16.
+        policy: a Policy or the name of one; default "end_to_end".
+        name: the module's name, by which a policy may choose; convert fills it in.
+
+    Input: x [T, K] in fp32, bf16 or fp16, rows sorted by expert, and offsets int32 [E], the ends of the experts' rows.
+    Output [T, K] in the same dtype, or autocast's; rows past the last offset are zero, whatever x holds there.
+    """
+
+    def __init__(
+        self, experts: int, features: int, hidden: int, device=None, dtype=None, *, policy="end_to_end", name=""
+    ):
+        super().__init__()
+        empty = lambda *shape: nn.Parameter(torch.empty(experts, *shape, device=device, dtype=dtype))  # noqa: E731
+        self.gate_up_proj, self.down_proj = empty(2 * hidden, features), empty(features, hidden)
+        self.set_policy(policy, name)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert as nn.Linear would start."""
+        for p in self.parameters():
+            bound = 1 / math.sqrt(p.shape[-1]) if p.shape[-1] else 0.0
+            nn.init.uniform_(p, -bound, bound)
+
+    def set_policy(self, policy: Policy | str, name: str = "", step: int = 0) -> None:
+        """Use another policy from now on."""
+        self.policy, self.policy_name = policies.get(policy), name
+        self.recipes = self.policy.recipes(name, step)
+
+    def set_step(self, step: int) -> None:
+        """Tell the layer how far training is, for policies that change with it."""
+        self.recipes = self.policy.recipes(self.policy_name, step)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        recipe = self.recipes[current_stage()]
+        h = swiglu(grouped_linear(x, self.gate_up_proj, offsets, recipe))
+        return grouped_linear(h, self.down_proj, offsets, recipe)
+
+    def extra_repr(self) -> str:
+        experts, features, hidden = self.down_proj.shape
+        return f"{experts}, features={features}, hidden={hidden}, policy={self.policy.name}"
+
+
+def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    """y[rows_e] = x[rows_e]·w[e]ᵀ by a recipe, with its backward. x [T, K], w [E, N, K], offsets int32 [E].
+
+    Rows past the last offset are zero, in y and in the gradient of x.
+
+    Raises:
+        TypeError: a dtype that is not accepted.
+        ValueError: shapes or devices that don't fit, a recipe that has no backward, or one that splits the mean.
+    """
+    _check(x, w, offsets, recipe)
+    recorded = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    if recorded:
+        recipe.check_backward()
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    rng = ops.draw_rng(x, 3) if recipe.needs_rng else None
+    if recorded:
+        return _GroupedLinear.apply(x, w, offsets, recipe, rng)
+    rng_fprop = _streams(rng)[0]
+    xq = _quantize(x, recipe.fprop.x, offsets, "x", -1, rng_fprop)
+    return _gemm(xq, _quantize(w, recipe.fprop.w, None, "w", -1, rng_fprop), offsets, x.dtype)
+
+
+def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> None:
+    check_input("x", x)
+    check_input("w", w)
+    check_offsets(offsets, x)
+    if x.device != w.device:
+        raise ValueError(f"x is on {x.device}; accepted: {w.device}, where the weight is")
+    if w.dim() != 3 or x.dim() != 2 or x.shape[1] != w.shape[2]:
+        raise ValueError(f"x has shape {tuple(x.shape)} and w {tuple(w.shape)}; accepted: [T, K] and [E, N, K]")
+    if offsets.shape[0] != w.shape[0]:
+        raise ValueError(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
+    if recipe.mean_split:
+        raise ValueError("a recipe with mean_split is for linear layers; accepted for experts: mean_split=False")
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, offsets, recipe: Recipe, rng):
+        rng_fprop, rng_dgrad, rng_wgrad = _streams(rng)
+        keep_w, keep_x = ctx.needs_input_grad[:2]
+        xq = _quantize(x, recipe.fprop.x, offsets, "x", -1, rng_fprop)
+        wq = _quantize(w, recipe.fprop.w, None, "w", -1, rng_fprop)
+        y = _gemm(xq, wq, offsets, x.dtype)
+
+        ctx.recipe, ctx.dtypes, ctx.unpack = recipe, (x.dtype, w.dtype), []
+        saved = [offsets] if rng is None else [offsets, rng]
+        keep = (
+            (keep_x, x, xq, recipe.wgrad.x, recipe.wgrad.from_fprop, offsets, "x", rng_wgrad),
+            (keep_w, w, wq, recipe.dgrad.w, recipe.dgrad.from_fprop, None, "w", rng_dgrad),
+        )
+        for needed, t, q, spec, from_fprop, ends, role, state in keep:
+            tensors, rebuild = [], None
+            if needed:  # the forward's copy, or one for the backward alone
+                kept = q if spec is None or from_fprop else _quantize(t, spec, ends, role, -2, state)
+                tensors, rebuild = _flatten(kept)
+            ctx.unpack.append(rebuild)
+            saved += tensors
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        recipe, (x_dtype, w_dtype) = ctx.recipe, ctx.dtypes
+        saved = list(ctx.saved_tensors)
+        offsets = saved.pop(0)
+        _, rng_dgrad, rng_wgrad = _streams(saved.pop(0) if recipe.needs_rng else None)
+        x, w = (rebuild(saved) if rebuild else None for rebuild in ctx.unpack)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            wt = _transposed(w, recipe.dgrad.w, recipe.dgrad.from_fprop, None, "w", rng_dgrad, x_dtype)
+            dx = _gemm(_quantize(dy, recipe.dgrad.dy, offsets, "dy", -1, rng_dgrad), wt, offsets, x_dtype)
+        if ctx.needs_input_grad[1]:
+            xt = _transposed(x, recipe.wgrad.x, recipe.wgrad.from_fprop, offsets, "x", rng_wgrad, x_dtype)
+            dyt = _quantize(dy, recipe.wgrad.dy, offsets, "dy", -2, rng_wgrad)
+            dw = _gemm(dyt, xt, offsets, torch.float32).to(w_dtype)
+        return dx, dw, None, None, None
+
+
+def _quantize(t: Operand, spec: Spec | None, offsets: Tensor | None, role: str, axis: int, rng) -> Operand:
+    """t, or its transpose, quantized where there is a spec. offsets: of rows; None for a stack of weights."""
+    if spec is None:
+        return t if axis == -1 else t.mT
+    return grouped_quantize(t, spec, offsets, axis=axis, rng=rng, role=role)
+
+
+def _transposed(
+    kept: Operand, spec: Spec | None, from_fprop: bool, offsets: Tensor | None, role: str, rng, dtype: torch.dtype
+) -> Operand:
+    """The transposed operand of a backward GEMM from what the forward kept; plain ones in `dtype`."""
+    if spec is None:
+        return (kept.dequantize(dtype) if isinstance(kept, QTensor) else kept).mT
+    return _quantize(kept, spec, offsets, role, -2, rng) if from_fprop else kept
+
+
+def _gemm(a: Operand, b: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """One product an expert, in `dtype`. A plain b (master weights, say) takes the dtype of a."""
+    if isinstance(b, Tensor):
+        b = b.to(a.dtype)
+    out = torch.float32 if dtype == torch.float16 else dtype
+    return grouped_gemm(a, b, offsets, out).to(dtype)

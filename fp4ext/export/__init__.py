@@ -1,0 +1,33 @@
+"""fp4ext.export: checkpoints that others read and write.
+
+    fp4ext.export.save(model, "out", layout="compressed-tensors")    a model, or a checkpoint's path, to 4 bits on disk
+    weights = fp4ext.export.load("out")                              name → QTensor, read when asked for
+    fp4ext.export.load("out", model)                                 a model whose linear layers stay packed
+    fp4ext.export.convert("out", "new", layout="modelopt")           the same bits in another layout
+
+A layout is a reader and a writer in a file of its own; header.py and folder.py doubt everything; writer.py leaves a
+whole checkpoint or none. docs/interchange.md has the layouts, and who has read what.
+"""
+
+from .checkpoint import Checkpoint
+from .convert import convert
+from .errors import Refused
+from .inspect import Inspection, inspect
+from .layouts import LAYOUTS
+from .load import load
+from .save import Report, save
+from .stored import Outer, Stored
+
+__all__ = [
+    "LAYOUTS",
+    "Checkpoint",
+    "Inspection",
+    "Outer",
+    "Refused",
+    "Report",
+    "Stored",
+    "convert",
+    "inspect",
+    "load",
+    "save",
+]

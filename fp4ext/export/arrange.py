@@ -1,0 +1,136 @@
+"""Experts change their arrangement: a stack, or modules of their own; gate and up in halves, or row by row.
+
+    separate     experts.3.gate_proj.weight [F, D], .up_proj.weight [F, D], .down_proj.weight [D, F]
+    stacked      experts.gate_up_proj [E, 2F, D], all of gate first; experts.down_proj [E, D, F]
+    alternating  experts.w13_weight [E, 2F, D], rows g0, u0, g1, u1, …; experts.w2_weight [E, D, F]
+
+Rows move whole, with their block scales, so it loses nothing. What is quantized and what is plain moves alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..formats import Format
+from . import naming
+from .errors import Refused
+from .layout import Layout
+from .stored import Outer, Stored, interleave, separate, spread
+
+Weight = Stored | Tensor
+
+
+def names_of_stack(layout: Layout) -> tuple[str, str]:
+    """What a layout calls the two stacks of a layer's experts."""
+    return ("gate_up_proj", "down_proj") if layout.transposed else ("w13_weight", "w2_weight")
+
+
+def unstack(name: str, weight: Weight, alternating: bool) -> list[tuple[str, Weight]]:
+    """A stack as matrices with names of their own."""
+    match = naming.STACK.match(name)
+    experts, part = match["experts"], match["part"]
+    n = rows(weight)
+    if part in ("gate_up_proj", "w13_weight"):
+        weight = reorder(weight, separate(n)) if alternating else weight
+        halves = {"gate_proj": slice(0, n // 2), "up_proj": slice(n // 2, n)}
+    else:
+        halves = {"down_proj": slice(None)}
+    return [
+        (f"{experts}.{e}.{half}.weight", matrix(weight, e, which))
+        for e in range(count(weight))
+        for half, which in halves.items()
+    ]
+
+
+def restack(name: str, weight: Weight, alternating: bool, layout: Layout) -> tuple[str, Weight]:
+    """A stack under a layout's names, its rows alternating."""
+    match = naming.STACK.match(name)
+    both, down = names_of_stack(layout)
+    if match["part"] in ("down_proj", "w2_weight"):
+        return f"{match['experts']}.{down}", weight
+    return f"{match['experts']}.{both}", weight if alternating else reorder(weight, interleave(rows(weight)))
+
+
+def as_named(name: str, weight: Weight) -> tuple[str, Weight]:
+    """A stack whose rows alternate, in the arrangement that its name promises: gate_up_proj has all of gate first."""
+    in_halves = naming.STACK.match(name)["part"] == "gate_up_proj"
+    return name, reorder(weight, separate(rows(weight))) if in_halves else weight
+
+
+def stack(experts: str, parts: dict[str, dict[int, Weight]], layout: Layout) -> tuple[str, Weight]:
+    """Matrices of their own, part → expert → weight, as one stack: gate and up, or down."""
+    both, down = names_of_stack(layout)
+    numbers = [sorted(part) for part in parts.values()]
+    if any(n != list(range(len(numbers[0]))) for n in numbers):
+        raise Refused(f"{experts}: experts {numbers[0]} of a layer; accepted: all from 0, each with the same parts")
+    if "down_proj" in parts:
+        return f"{experts}.{down}", pile([parts["down_proj"][e] for e in numbers[0]])
+    pairs = [_join(experts, parts["gate_proj"][e], parts["up_proj"][e]) for e in numbers[0]]
+    whole = pile(pairs)
+    return f"{experts}.{both}", reorder(whole, interleave(rows(whole)))
+
+
+def is_stack(weight: Weight) -> bool:
+    """Whether it is [E, ., .]."""
+    return len(weight.q.shape if isinstance(weight, Stored) else weight.shape) == 3
+
+
+def rows(weight: Weight) -> int:
+    """How many rows each of its matrices has."""
+    return (weight.q.shape if isinstance(weight, Stored) else weight.shape)[-2]
+
+
+def count(weight: Weight) -> int:
+    """How many experts a stack has."""
+    return (weight.q.shape if isinstance(weight, Stored) else weight.shape)[0]
+
+
+def matrix(weight: Weight, e: int, which: slice = slice(None)) -> Weight:
+    """Some rows of one expert."""
+    return weight.matrix(e, which) if isinstance(weight, Stored) else weight[e, which]
+
+
+def reorder(weight: Weight, order: Tensor) -> Weight:
+    """The rows of each matrix in another order."""
+    return weight.rows(order) if isinstance(weight, Stored) else weight[..., order, :]
+
+
+def _join(experts: str, gate: Weight, up: Weight) -> Weight:
+    """Two matrices over each other, under one outer scale."""
+    if isinstance(gate, Tensor):
+        return torch.cat((gate, up))
+    if gate.q.format is not up.q.format or (gate.outer is not None and not gate.outer.is_exactly(up.outer)):
+        raise Refused(
+            f"{experts}: gate and up of an expert have outer scales that differ, and a stack has one for both; "
+            "accepted: equal ones, or requantize"
+        )
+    shape = torch.Size((gate.q.shape[0] + up.q.shape[0], gate.q.shape[1]))
+    codes, scales = (_bytes(torch.cat, [getattr(w.q, what) for w in (gate, up)]) for what in ("codes", "scales"))
+    return replace(gate, q=replace(gate.q, codes=codes, scales=scales, shape=shape))
+
+
+def _bytes(join, tensors: list[Tensor]) -> Tensor:
+    """join of tensors as bytes: torch joins few of the 8-bit types."""
+    return join([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
+
+
+def pile(weights: list[Weight]) -> Weight:
+    """[N, K] each → [E, N, K]."""
+    if isinstance(weights[0], Tensor):
+        return torch.stack(weights)
+    formats_: set[Format] = {w.q.format for w in weights}
+    if len(formats_) > 1:
+        raise Refused(f"experts of a stack in {', '.join(map(str, formats_))}; accepted: one format, or requantize")
+    first = weights[0]
+    codes, scales = (_bytes(torch.stack, [getattr(w.q, what) for w in weights]) for what in ("codes", "scales"))
+    outer = None
+    if first.outer is not None:
+        outer = Outer(
+            *(torch.stack([getattr(w.outer, what) for w in weights]) for what in ("numerator", "denominator"))
+        )
+    q = replace(first.q, codes=codes, scales=scales, shape=torch.Size((len(weights), *first.q.shape)))
+    q = q if outer is None else replace(q, global_scale=spread(outer.value, q))
+    return Stored(q, outer, first.input_amax)

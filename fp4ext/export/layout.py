@@ -1,0 +1,160 @@
+"""What a layout is: how a checkpoint names and shapes the pieces of a quantized weight, and what it says beside them.
+
+A weight has the name that its plain parameter would have ("model.layers.0.mlp.up_proj.weight"). A layout adds
+companions to that name. Reading: tensors → groups, one a weight → Stored. Writing: Stored → tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import Format
+from .errors import Refused
+from .folder import Folder
+from .stored import Stored
+
+Group = dict[str, str]  # role → tensor name
+
+
+class Pieces(NamedTuple):
+    """A weight's tensors, what the file's metadata says of it, and what its bits could not keep, if anything."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str] = {}
+    lost: str | None = None
+
+
+@dataclass
+class Written:
+    """What went into a checkpoint, for its config: weight name → format, and the plain matrices' names."""
+
+    formats: dict[str, str] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
+    with_input_amax: int = 0
+
+
+class Layout(ABC):
+    """One layout.
+
+    Attributes:
+        name: as users say it.
+        formats: the formats that it can hold, the default first.
+        stacked: whether the experts of a layer are one tensor.
+        experts_only: whether nothing else is quantized.
+        transposed: whether the plain parameter of a stack is [E, K, N].
+        roles: suffix → role of the companions of a weight.
+    """
+
+    name: str
+    formats: tuple[Format, ...]
+    stacked = False
+    experts_only = False
+    transposed = False
+    roles: dict[str, str]
+
+    @abstractmethod
+    def claims(self, folder: Folder) -> bool:
+        """Whether the folder's tensors are in this layout."""
+
+    @abstractmethod
+    def base(self, prefix: str) -> str:
+        """The weight's name, from a companion's name without its suffix."""
+
+    @abstractmethod
+    def format(self, name: str, group: Group, folder: Folder) -> Format | None:
+        """The format of a group by its headers, None for a plain tensor.
+
+        Raises:
+            Refused: a companion is missing, or one is there that the others do not explain.
+        """
+
+    def shape(self, name: str, group: Group, folder: Folder, fmt: Format) -> tuple[int, ...]:
+        """The logical shape of a quantized weight, from the headers alone."""
+        scales = next(folder.slots[group[role]].shape for role in ("scale", "scales") if role in group)
+        return (*scales[:-1], scales[-1] * fmt.block) if scales else ()
+
+    @abstractmethod
+    def read(self, name: str, group: Group, folder: Folder, dtype: torch.dtype) -> Stored:
+        """A weight of the folder. Raises Refused for what cannot be one."""
+
+    @abstractmethod
+    def write(self, name: str, weight: Stored) -> Pieces:
+        """What a weight becomes in a file."""
+
+    def why_not(self, name: str, weight_format: Format) -> str | None:
+        """Why a weight cannot be written here, None where it can."""
+        if weight_format not in self.formats:
+            return f"{self.name} holds {', '.join(map(str, self.formats))}, not {weight_format}"
+        return None
+
+    def describe(self, config: dict, written: Written) -> dict[str, dict]:
+        """The JSON files that tell a reader of it: file name → object. `config` is the model's config.json."""
+        return {"config.json": config} if config else {}
+
+    def groups(self, folder: Folder) -> dict[str, Group]:
+        """Weight name → its tensors by role. A tensor of no known role is a plain one."""
+        groups: dict[str, Group] = {}
+        for tensor in folder.slots:
+            prefix, role = self.split(tensor)
+            group = groups.setdefault(self.base(prefix) if role != "plain" else tensor, {})
+            if role in group:
+                raise Refused(f"{folder.path}: {tensor!r} and {group[role]!r} are the same piece of one weight")
+            group[role] = tensor
+        return groups
+
+    def split(self, tensor: str) -> tuple[str, str]:
+        """(the name without the companion's suffix, its role), "plain" for one that has none."""
+        for suffix, role in self.roles.items():
+            if tensor.endswith(suffix):
+                return tensor[: -len(suffix)], role
+        return tensor, "plain"
+
+
+class Plain(Layout):
+    """A checkpoint in which nothing is quantized."""
+
+    name, formats, roles = "plain", (), {}
+
+    def claims(self, folder: Folder) -> bool:
+        return False
+
+    def base(self, prefix: str) -> str:
+        return prefix
+
+    def format(self, name, group, folder):
+        return None
+
+    def read(self, name, group, folder, dtype):
+        raise Refused(f"{folder.path}: {name!r} is not quantized")
+
+    def write(self, name, weight):
+        raise Refused(f"{name!r}: a plain checkpoint holds no quantized weight")
+
+
+def need(name: str, group: Group, folder: Folder, **roles: tuple[torch.dtype, ...]) -> None:
+    """Raises Refused unless the group is exactly these roles, each of one of its dtypes."""
+    for role, dtypes in roles.items():
+        if role not in group:
+            raise Refused(f"{folder.path}: {name!r} has no {role.replace('_', ' ')}; found {', '.join(group.values())}")
+        dtype = folder.slots[group[role]].dtype
+        if dtype not in dtypes:
+            accepted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise Refused(
+                f"{folder.path}: {group[role]!r} is {str(dtype).removeprefix('torch.')}; accepted: {accepted}"
+            )
+    extra = next((group[role] for role in group if role not in roles), None)
+    if extra is not None:
+        raise Refused(f"{folder.path}: {extra!r} has no meaning beside {', '.join(group[r] for r in roles)}")
+
+
+def number(folder: Folder, tensor: str) -> Tensor:
+    """A tensor of one positive number, as fp32 []. Raises Refused for anything else."""
+    value = folder.read(tensor).float()
+    if value.numel() != 1 or not bool(value.isfinite().all() & (value > 0).all()):
+        raise Refused(f"{folder.path}: {tensor!r} is no positive number; accepted: one")
+    return value.reshape(())

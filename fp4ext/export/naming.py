@@ -1,0 +1,70 @@
+"""What the names of a checkpoint's tensors say: which are linear layers' matrices, which experts, which go together.
+
+Names are all there is: no model class is needed, so a checkpoint of any architecture can be quantized from its files.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+SEPARATE = re.compile(r"^(?P<experts>.*\bexperts)\.(?P<e>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+STACK = re.compile(r"^(?P<experts>.*\bexperts)\.(?P<part>gate_up_proj|down_proj|w13_weight|w2_weight)$")
+PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+# What a fused reader multiplies as one matrix, and so wants under one outer scale.
+TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("wq", "wk", "wv"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+
+# Architectures whose stacked experts are [E, K, N] as plain parameters, contraction in the middle.
+TRANSPOSED = ("gpt_oss",)
+# Stacks whose rows alternate g0, u0, g1, u1, …; elsewhere all of gate comes first.
+ALTERNATING = ("w13_weight",)
+
+NOT_LINEAR = ("*embed*", "*embd*", "wte", "wpe", "*norm*", "*conv*", "lm_head", "unembed")
+
+
+def module(name: str) -> str:
+    """The module that a weight belongs to, by which a policy chooses."""
+    return name.removesuffix(".weight")
+
+
+def is_stack(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor holds the matrices of several experts, [E, ., .]."""
+    return len(shape) == 3 and "experts" in name.split(".")
+
+
+def why_not_linear(name: str, shape: tuple[int, ...]) -> str | None:
+    """Why a plain tensor is no matrix of a linear layer, None where it may be one."""
+    if is_stack(name, shape):
+        return None
+    if len(shape) < 2:
+        return f"{len(shape)}-D"
+    if len(shape) > 2:
+        return f"{len(shape)}-D, and no stack of experts"
+    if not name.endswith(".weight"):
+        return "its name does not end with .weight"
+    parts = [part.lower() for part in module(name).split(".")]
+    if any(fnmatchcase(part, pattern) for part in parts for pattern in NOT_LINEAR):
+        return "an embedding, norm, convolution or head, by its name"
+    return None
+
+
+def together(name: str, names) -> tuple[str, ...]:
+    """The weights, this one among them, that share an outer scale with it."""
+    prefix, _, last = module(name).rpartition(".")
+    dot = "." if prefix else ""
+    for group in TOGETHER:
+        if last in group:
+            return tuple(other for part in group if (other := f"{prefix}{dot}{part}.weight") in names)
+    return (name,)
+
+
+def natural(name: str) -> list:
+    """A key that sorts layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]

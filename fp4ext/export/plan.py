@@ -1,0 +1,178 @@
+"""What becomes of each weight, decided from names, shapes, dtypes and formats alone, before a byte of data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .. import formats, policies
+from ..policy import Policy
+from ..spec import Spec
+from . import naming
+from .errors import Refused
+from .layout import Layout
+from .source import Source
+
+SMALL = 1024  # elements: below, scales and names cost more than codes save
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+Filter = Callable[[str, tuple[int, ...]], bool]
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Weight name → the Spec it is quantized by, None where the policy keeps it; and the share of layers kept last."""
+
+    spec_of: Callable[[str], Spec | None]
+    keep_last: float = 0.0
+
+
+def chooser(policy: Policy | Spec | str | None, layout: Layout, src: Source) -> Chooser:
+    """What a caller's `policy` means for a source. Raises Refused for one that quantizes nothing, or at random."""
+    if policy is None and layout.formats == (formats.MXFP4,):
+        policy = "mxfp4"
+    if isinstance(policy, str) and policy not in policies.names():
+        try:
+            policy = Spec.parse(policy)
+        except ValueError as error:
+            raise Refused(
+                f"unknown policy {policy!r}; policies: {', '.join(policies.names())}; or a spec ({error})"
+            ) from None
+    if isinstance(policy, Spec):
+        if policy.needs_rng:
+            raise Refused(f"policy {policy}: weights are stored once; accepted: rounding nearest, rht none")
+        return Chooser(lambda name: policy)
+    if policy is not None and not isinstance(policy, Policy):
+        policy = policies.get(policy)
+    default = policy or policies.get("end_to_end")
+    if default.pretrain.fprop.w is None and default.rl_sampler is None and not default.rules:
+        raise Refused(f"policy {default.name} quantizes no weight; accepted: one that does")
+
+    def spec_of(name: str) -> Spec | None:
+        chosen = policy or src.policies.get(name) or default
+        return chosen.recipe("rl_sampler", naming.module(name)).fprop.w
+
+    return Chooser(spec_of, default.keep_last)
+
+
+class Plan:
+    """What becomes of each weight of a source in a layout.
+
+    Attributes:
+        names: all weights, layers in their order.
+        specs: the plain weights that will be quantized → how.
+        left: the others of two and more dimensions → why they stay plain.
+
+    Raises:
+        Refused: a weight that the layout cannot hold; nothing that would be quantized.
+    """
+
+    def __init__(self, src: Source, layout: Layout, choose: Chooser, filter: Filter | None, requantize: bool):
+        self.src, self.layout, self.choose, self.filter, self.requantize = src, layout, choose, filter, requantize
+        self.names = sorted(src.names(), key=naming.natural)
+        self.specs: dict[str, Spec] = {}
+        self.left: dict[str, str] = {}
+        wanted: list[str] = []
+        for name in self.names:
+            fmt = self.src.format(name)
+            if fmt is not None:
+                self._plan_stored(name, fmt)
+                continue
+            why = self._why_plain(name)
+            if why is None:
+                wanted.append(name)
+            elif len(self.src.shape(name)) >= 2:
+                self.left[name] = why
+        last = self.choose.keep_last
+        kept = wanted[len(wanted) - round(len(wanted) * last) :]
+        for name in kept:
+            self.left[name] = f"among the last {last:.0%} of layers, which the policy keeps in BF16"
+        for name in wanted[: len(wanted) - len(kept)]:
+            spec = self.choose.spec_of(name)
+            reason = self.layout.why_not(self.target_name(name), spec.fmt)
+            if reason is not None:
+                raise Refused(f"{name!r}: {reason}; accepted: a policy whose weights the layout holds, or a filter")
+            if spec.outer == "row" and self.layout.name != "fp4ext":
+                raise Refused(f"{name!r}: {self.layout.name} has one outer scale a matrix, not one a row")
+            self.specs[name] = spec
+        if not self.specs and not any(map(self.src.format, self.names)):
+            raise Refused(f"no weight would be quantized: {self.left or 'there are no matrices'}")
+
+    def _plan_stored(self, name: str, fmt: formats.Format) -> None:
+        shape = self.src.shape(name)
+        if self.layout.experts_only and not self.is_expert(name, shape):
+            return
+        reason = self.layout.why_not(self.target_name(name), fmt)
+        if reason is not None and not self.requantize:
+            raise Refused(f"{name!r}: {reason}; accepted: another layout, or requantize")
+
+    def is_expert(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a weight is one of a layer's experts, or a stack of them, of known parts."""
+        return bool(naming.is_stack(name, shape) and naming.STACK.match(name)) or bool(naming.SEPARATE.match(name))
+
+    def target_name(self, name: str) -> str:
+        """A name of the kind that the layout will use for the weight."""
+        match = naming.STACK.match(name)
+        return f"{match['experts']}.0.down_proj.weight" if match and not self.layout.stacked else name
+
+    def _why_plain(self, name: str) -> str | None:
+        """Why a plain weight stays so, None where it can be quantized."""
+        src, shape = self.src, self.src.shape(name)
+        stack = naming.is_stack(name, shape)
+        why = naming.why_not_linear(name, shape)
+        if why is not None:
+            return why
+        if src.linear is not None and not stack and name not in src.linear:
+            return "not a linear layer's weight"
+        if stack and not naming.STACK.match(name) and self.layout.name != "fp4ext":
+            return "a stack of experts of unknown parts"
+        if self.layout.experts_only and not self.is_expert(name, shape):
+            return f"{self.layout.name} quantizes experts alone"
+        if src.dtype(name) not in _FLOATS:
+            return f"its dtype is {str(src.dtype(name)).removeprefix('torch.')}"
+        if torch.Size(shape).numel() < SMALL:
+            return "tiny"
+        spec = self.choose.spec_of(name)
+        if spec is None:
+            return "the policy keeps modules of this name in BF16"
+        k = shape[-2] if stack and src.transposed else shape[-1]
+        if k % spec.fmt.block and self.layout.name != "fp4ext":
+            return f"K = {k} is not whole blocks of {spec.fmt.block}"
+        if self.filter is not None and not self.filter(name, shape):
+            return "the filter refused it"
+        return None
+
+    def units(self) -> Iterator[list[str]]:
+        """Weights that must be seen together: those that share an outer scale, those that become one stack."""
+        done: set[str] = set()
+        names = set(self.names)
+        for name in self.names:
+            if name in done:
+                continue
+            unit = [name]
+            match = naming.SEPARATE.match(name)
+            if match and self.layout.experts_only and (name in self.specs or self.src.format(name)):
+                part = naming.PARTS.get(match["part"], match["part"])
+                wanted = {"down_proj"} if part == "down_proj" else {"gate_proj", "up_proj"}
+                unit = [other for other in self.names if self._of_experts(other, match["experts"], wanted)]
+                odd = next((n for n in unit if self._kind(n) != self._kind(name)), None)
+                if odd is not None:
+                    what = f"{odd!r} and {name!r} would be in one stack, and are not quantized alike"
+                    raise Refused(f"{what}; accepted: a policy and a filter that treat a layer's experts alike")
+            elif name in self.specs and self.specs[name].outer in ("tensor", "pow2"):
+                unit = [
+                    n for n in naming.together(name, names) if n in self.specs and self.specs[n] == self.specs[name]
+                ]
+            done.update(unit)
+            yield unit
+
+    def _kind(self, name: str):
+        """How a weight is, or will be, quantized."""
+        return self.specs.get(name) or self.src.format(name)
+
+    @staticmethod
+    def _of_experts(name: str, experts: str, parts: set[str]) -> bool:
+        match = naming.SEPARATE.match(name)
+        return bool(match) and match["experts"] == experts and naming.PARTS.get(match["part"], match["part"]) in parts

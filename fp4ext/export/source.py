@@ -1,0 +1,154 @@
+"""What `save` takes: a checkpoint, a module, or weights by name; all seen as names with weights behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..experts import Experts
+from ..formats import Format
+from ..linear import Linear
+from ..policy import Policy
+from ..qtensor import QTensor
+from ..quantized import QuantizedExperts, QuantizedLinear
+from . import naming
+from .checkpoint import Checkpoint
+from .errors import Refused
+from .stored import Stored
+
+
+class Source:
+    """Names, what is known of each without reading it, and the weights.
+
+    Attributes:
+        config: the model's config.json, {} where there is none.
+        side_files: files to copy along.
+        policies: weight name → the policy of the layer it is in, where that has one.
+        linear: the names of linear layers' weights, where they are known; None where names must tell.
+        alternating, transposed: whether stacks alternate gate and up by rows; whether plain stacks are [E, K, N].
+    """
+
+    config: dict
+    side_files: list[Path]
+    policies: dict[str, Policy]
+    linear: set[str] | None = None
+    alternating = False
+    transposed = False
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def format(self, name: str) -> Format | None: ...
+
+    def nbytes(self, name: str) -> int: ...
+
+    def weight(self, name: str) -> Stored | Tensor: ...
+
+
+class FromCheckpoint(Source):
+    """An opened checkpoint: weights are read as they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint = checkpoint
+        self.config, self.policies = dict(checkpoint.config), {}
+        self.config.pop("quantization_config", None)
+        self.side_files = checkpoint.folder.side_files()
+        plain_and_transposed = checkpoint.layout.name == "plain" and self.config.get("model_type") in naming.TRANSPOSED
+        self.transposed = self.alternating = checkpoint.layout.transposed or plain_and_transposed
+        self.names, self.shape, self.dtype = lambda: list(checkpoint), checkpoint.shape, checkpoint.dtype
+        self.format, self.nbytes, self.weight = checkpoint.format, checkpoint.nbytes, checkpoint.weight
+
+
+class InMemory(Source):
+    """Weights by name."""
+
+    def __init__(self, weights: Mapping[str, Tensor | QTensor | Stored], config: dict | None = None):
+        self.weights, self.config, self.side_files, self.policies = dict(weights), config or {}, [], {}
+        for name, w in self.weights.items():
+            if not isinstance(name, str) or not isinstance(w, (Tensor, QTensor, Stored)):
+                raise Refused(f"weight {name!r} is {type(w).__name__}; accepted: a name → a Tensor or QTensor")
+
+    def names(self):
+        return list(self.weights)
+
+    def shape(self, name):
+        w = self.weights[name]
+        return tuple((w.q if isinstance(w, Stored) else w).shape)
+
+    def dtype(self, name):
+        w = self.weights[name]
+        return (w.q if isinstance(w, Stored) else w).dtype
+
+    def format(self, name):
+        w = self.weights[name]
+        w = w.q if isinstance(w, Stored) else w
+        return w.format if isinstance(w, QTensor) else None
+
+    def nbytes(self, name):
+        w = self.weights[name]
+        return (w.q if isinstance(w, Stored) else w).nbytes
+
+    def weight(self, name):
+        w = self.weights[name]
+        return Stored.of(w) if isinstance(w, QTensor) else w
+
+
+def of_module(model: nn.Module) -> InMemory:
+    """A module's parameters and buffers by their names; packed layers as what they hold."""
+    weights: dict[str, Tensor | QTensor] = {}
+    linear, policies = set(), {}
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        if isinstance(module, QuantizedExperts):
+            weights |= {f"{dot}{leaf}": getattr(module, leaf) for leaf in ("gate_up_proj", "down_proj")}
+            continue
+        if isinstance(module, QuantizedLinear):
+            weights[f"{dot}weight"] = module.weight
+            if module.bias is not None:
+                weights[f"{dot}bias"] = module.bias.detach()
+            continue
+        own = {name for name, _ in module.named_parameters(recurse=False)} | {
+            name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set
+        }
+        weights |= {f"{dot}{name}": getattr(module, name).detach() for name in sorted(own)}
+        if isinstance(module, nn.Linear):
+            linear.add(f"{dot}weight")
+            if isinstance(module, Linear):
+                policies[f"{dot}weight"] = module.policy
+        if isinstance(module, Experts):
+            policies |= {f"{dot}{leaf}": module.policy for leaf in ("gate_up_proj", "down_proj")}
+    source = InMemory(weights, {"architectures": [type(model).__name__]})
+    source.linear, source.policies = linear, policies
+    return source
+
+
+def source_of(source, scratch: Path) -> Source:
+    """The Source of what a caller gave.
+
+    A model that saves itself (transformers) knows its checkpoint's names, which are not its modules': it writes a plain
+    checkpoint into `scratch` first.
+
+    Raises:
+        Refused: something else.
+    """
+    if isinstance(source, (str, Path)):
+        source = Checkpoint(source)
+    if isinstance(source, Checkpoint):
+        return FromCheckpoint(source)
+    if isinstance(source, nn.Module):
+        packed = any(isinstance(module, (QuantizedLinear, QuantizedExperts)) for module in source.modules())
+        if hasattr(source, "save_pretrained") and not packed:
+            source.save_pretrained(scratch)
+            written = FromCheckpoint(Checkpoint(scratch))
+            written.policies = of_module(source).policies
+            return written
+        return of_module(source)
+    if isinstance(source, Mapping):
+        return InMemory(source)
+    raise Refused(f"source is {type(source).__name__}; accepted: a module, a checkpoint's path, or name → weight")

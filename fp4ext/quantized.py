@@ -1,0 +1,162 @@
+"""Layers whose weights stay quantized: what a sampler holds in memory.
+
+y [.., N] = gemm(Q(x), ŵ) + bias        4.5 bits a weight in NVFP4, no copy in a wider type
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from . import policies
+from .activation import swiglu
+from .formats import Format
+from .gemm import gemm
+from .grouped import grouped_gemm, grouped_quantize
+from .policy import Policy
+from .qtensor import QTensor
+from .quantize import quantize
+from .spec import Spec
+
+
+class QuantizedLinear(nn.Module):
+    """y = x·ŵᵀ + bias, w a QTensor. For inference: no gradient flows.
+
+    Its codes and scales are buffers, so `.to(device)` and state_dict carry them; a dtype given to `.to` leaves them.
+
+    Args:
+        weight: [N, K], any format.
+        bias: [N] or None.
+        x: how the input is quantized: a Spec; None leaves it as it is (weight-only).
+
+    Input [.., K] in fp32, bf16 or fp16; output [.., N] in the same dtype, or autocast's.
+
+    Raises:
+        ValueError: a weight that is no matrix, or a bias that does not fit. TypeError: a weight that is no QTensor.
+    """
+
+    def __init__(self, weight: QTensor, bias: Tensor | None = None, x: Spec | None = None):
+        super().__init__()
+        if not isinstance(weight, QTensor):
+            raise TypeError(f"weight is {type(weight).__name__}; accepted: a QTensor")
+        if len(weight.shape) != 2:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: [N, K]")
+        if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},)")
+        self.out_features, self.in_features = weight.shape
+        self.format, self.weight_dtype, self.x = weight.format, weight.dtype, x
+        _hold(self, "", weight)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+
+    @classmethod
+    def of(cls, weight: QTensor, bias: Tensor | None, policy: Policy | str, name: str = "") -> QuantizedLinear:
+        """One that quantizes its input as the policy's sampler does, if into the weight's format; else weight-only."""
+        x = policies.get(policy).recipe("rl_sampler", name).fprop.x
+        return cls(weight, bias, x if x is not None and x.fmt is weight.format else None)
+
+    @property
+    def weight(self) -> QTensor:
+        """The weight, over the buffers' memory."""
+        shape = torch.Size((self.out_features, self.in_features))
+        return _held(self, "", self.format, shape, self.weight_dtype)
+
+    @property
+    def weights(self) -> list[QTensor]:
+        """The weight alone, as QuantizedExperts.weights has two."""
+        return [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+        operand = rows if self.x is None else quantize(rows, self.x)
+        out = torch.float32 if x.dtype == torch.float16 else x.dtype
+        return gemm(operand, self.weight, self.bias, out).to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        bits = f"{self.weight.bits_per_element:.2f} bits a weight"
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format}, {bits}, x={self.x}"
+        )
+
+
+class QuantizedExperts(nn.Module):
+    """SwiGLU experts with packed weights, as fp4ext.Experts in the sampler's stage. For inference: no gradient flows.
+
+    Args:
+        gate_up, down: stacks [E, 2F, K] (gate first) and [E, K, F], of one format each.
+        x: how the input of each product is quantized: a Spec; None leaves it as it is.
+
+    Input: x [T, K] in fp32, bf16 or fp16, rows sorted by expert, and offsets int32 [E], the ends of the experts' rows.
+    Output [T, K] in the same dtype, or autocast's; rows past the last offset are zero.
+
+    Raises:
+        ValueError: stacks that do not fit together. TypeError: a stack that is no QTensor.
+    """
+
+    def __init__(self, gate_up: QTensor, down: QTensor, x: Spec | None = None):
+        super().__init__()
+        for name, stack in (("gate_up", gate_up), ("down", down)):
+            if not isinstance(stack, QTensor):
+                raise TypeError(f"{name} is {type(stack).__name__}; accepted: a QTensor")
+        shapes = tuple(gate_up.shape), tuple(down.shape)
+        if len(shapes[0]) != 3 or shapes[1] != (shapes[0][0], shapes[0][2], shapes[0][1] // 2) or shapes[0][1] % 2:
+            raise ValueError(f"gate_up is {shapes[0]}, down {shapes[1]}; accepted: [E, 2F, K] and [E, K, F]")
+        self.kinds = {"gate_up": (gate_up.format, gate_up.shape), "down": (down.format, down.shape)}
+        self.weight_dtype, self.x = gate_up.dtype, x
+        _hold(self, "gate_up_", gate_up)
+        _hold(self, "down_", down)
+
+    @classmethod
+    def of(cls, gate_up: QTensor, down: QTensor, policy: Policy | str, name: str = "") -> QuantizedExperts:
+        """One that quantizes its inputs as the policy's sampler does, if into the weights' format; else weight-only."""
+        x = policies.get(policy).recipe("rl_sampler", name).fprop.x
+        same = x is not None and x.fmt is gate_up.format is down.format
+        return cls(gate_up, down, x if same else None)
+
+    @property
+    def gate_up_proj(self) -> QTensor:
+        """The stack [E, 2F, K], over the buffers' memory."""
+        return _held(self, "gate_up_", *self.kinds["gate_up"], self.weight_dtype)
+
+    @property
+    def down_proj(self) -> QTensor:
+        """The stack [E, K, F], likewise."""
+        return _held(self, "down_", *self.kinds["down"], self.weight_dtype)
+
+    @property
+    def weights(self) -> list[QTensor]:
+        """Both stacks."""
+        return [self.gate_up_proj, self.down_proj]
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        h = swiglu(self._product(x, self.gate_up_proj, offsets))
+        return self._product(h, self.down_proj, offsets)
+
+    def _product(self, x: Tensor, w: QTensor, offsets: Tensor) -> Tensor:
+        operand = x if self.x is None else grouped_quantize(x, self.x, offsets)
+        out = torch.float32 if x.dtype == torch.float16 else x.dtype
+        return grouped_gemm(operand, w, offsets, out).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        experts, features, hidden = self.down_proj.shape
+        bits = 8 * sum(w.nbytes for w in self.weights) / (3 * experts * features * hidden or 1)
+        size = f"{experts}, features={features}, hidden={hidden}"
+        return f"{size}, {self.kinds['gate_up'][0]}, {bits:.2f} bits a weight, x={self.x}"
+
+
+def _hold(module: nn.Module, prefix: str, q: QTensor) -> None:
+    """Keep a QTensor as buffers of whole numbers, so that Module.to(dtype) and half() find no float to convert."""
+    module.register_buffer(f"{prefix}codes", q.codes.view(torch.uint8))
+    module.register_buffer(f"{prefix}scales", q.scales.view(torch.uint8))
+    outer = q.global_scale
+    module.register_buffer(f"{prefix}global_scale", None if outer is None else outer.contiguous().view(torch.int32))
+
+
+def _held(module: nn.Module, prefix: str, fmt: Format, shape: torch.Size, dtype: torch.dtype) -> QTensor:
+    """The QTensor of those buffers."""
+    codes, scales, outer = (getattr(module, f"{prefix}{part}") for part in ("codes", "scales", "global_scale"))
+    outer = None if outer is None else outer.view(torch.float32)
+    return QTensor(codes.view(fmt.codes_dtype), scales.view(fmt.scale_dtype), outer, fmt, shape, dtype)

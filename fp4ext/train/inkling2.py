@@ -1,0 +1,105 @@
+"""transformers' own Inkling2ForCausalLM, in a small configuration and over bytes: a model that fp4ext did not write.
+
+`convert` takes the experts and the projections of attention. Router, norms, convolutions, residual attention, embedding
+and head stay as they are, and run in fp32, as the model's authors have it. So autocast is not around the model but
+around what may be converted alone: those products have BF16 operands and results in every arm, bf16 included.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import fp4ext
+from fp4ext import stacked
+
+from . import bf16
+from .errors import Refused
+from .presets import Shape
+
+LEAST = (5, 24)
+
+
+def version() -> str:
+    """Of transformers. Raises ImportError without it."""
+    import transformers
+
+    return transformers.__version__
+
+
+def check() -> None:
+    """Raises Refused without transformers 5.24 or later."""
+    try:
+        have = version()
+    except ImportError:
+        raise Refused(
+            "--model inkling2-tiny: needs transformers, which is not installed; accepted: after "
+            "pip install 'fp4ext[transformers]'"
+        ) from None
+    if tuple(map(int, have.split(".")[:2])) < LEAST:
+        least = ".".join(map(str, LEAST))
+        raise Refused(f"--model inkling2-tiny: transformers is {have}; accepted: {least} or later")
+
+
+def build(shape: Shape, seed: int) -> nn.Module:
+    """The model, its weights decided by the seed. One layer in six attends to everything, as in the original."""
+    from transformers import Inkling2ForCausalLM, Inkling2TextConfig
+    from transformers.utils import logging
+
+    logging.get_logger("transformers.integrations").setLevel(logging.ERROR)  # no word on kernels that CUDA would have
+    heads = {"attention_heads": shape.heads, "key_value_heads": max(1, shape.heads // 2)}
+    config = Inkling2TextConfig(
+        vocab_size=shape.vocab,
+        unpadded_vocab_size=shape.vocab,
+        eos_token_id=None,
+        hidden_size=shape.d,
+        num_hidden_layers=shape.layers,
+        **{f"{kind}num_{name}": count for kind in ("", "swa_") for name, count in heads.items()},
+        head_dim=shape.head_dim,
+        swa_head_dim=shape.head_dim,
+        sliding_window_size=max(1, shape.context // 4),
+        rel_extent=shape.context,
+        max_position_embeddings=shape.context,
+        n_layers_per_attn_res_block=max(1, shape.layers // 2),
+        moe_intermediate_size=shape.expert_ffn,
+        n_routed_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        route_scale=float(shape.top_k),
+        initializer_range=0.05,
+        use_cache=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Inkling2ForCausalLM(config)
+
+
+def convert(model: nn.Module, policy: fp4ext.Policy) -> fp4ext.Report:
+    """By a policy. Under bf16 the experts too become fp4ext's, which know autocast, and quantize nothing."""
+    if policy.name != "bf16":
+        report = fp4ext.convert(model, policy)
+    else:
+        fp4ext.convert(model, policy, filter=lambda name, module: stacked.is_stacked(module))
+        report = fp4ext.Report(policy.name)
+    native = bf16.native(next(model.parameters()).device)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, stacked.Stacked)) and not policy.keeps(name):
+            _in_bf16(module)
+            if not native:
+                bf16.serve(module)
+    return report
+
+
+def _in_bf16(module: nn.Module) -> None:
+    """Run the module under autocast, and give its result in fp32."""
+    entered: list[torch.autocast] = []
+
+    def before(module, given):
+        entered.append(torch.autocast(given[0].device.type, torch.bfloat16))
+        entered[-1].__enter__()
+
+    def after(module, given, out):
+        entered.pop().__exit__(None, None, None)
+        return None if out is None else out.float()
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)

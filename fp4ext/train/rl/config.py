@@ -1,0 +1,116 @@
+"""What an RL run is asked to do, checked before anything is computed. config.json is this, plus where it started."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from .. import cache, task
+from ..arm import policy_names
+from ..errors import Refused
+from ..presets import whole
+from . import arms, grpo
+
+
+@dataclass(frozen=True)
+class Config:
+    """How to reinforce. Equal configurations from equal weights give equal runs.
+
+    Args:
+        source: the run that pretraining left. None: one is made first, on the task's own text.
+        arms: names from arms.py.
+        task: a name or a file (task.py). None: what the source run learned.
+        policy: whose 4 bits the arms use.
+        steps, prompts, group: updates; prompts a step; completions of each.
+        updates: minibatches a step, each an update of its own.
+        lr, clip, kl_coef, level: see grpo.py; the KL is to the weights at the start.
+        temperature: of sampling and of the log-probs.
+        kv_cache: "bf16", "mxfp8" or "nvfp4": what the sampler keeps keys and values in; the trainer rounds likewise.
+        slots, rows: how many sequences the sampler and the trainer take at a time.
+        eval_prompts: how many the reward before and after is measured on.
+
+    Raises:
+        Refused: an argument that cannot be used.
+    """
+
+    source: str | None = None
+    arms: Sequence[str] = arms.DEFAULT
+    task: str | None = None
+    policy: str = "end_to_end"
+    steps: int = 100
+    prompts: int = 32
+    group: int = 8
+    updates: int = 2
+    lr: float = 5e-4
+    clip: float = 0.2
+    kl_coef: float = 0.0
+    level: str = "token"
+    temperature: float = 1.0
+    kv_cache: str = "bf16"
+    seed: int = 0
+    threads: int | None = None
+    slots: int = 96
+    rows: int = 128
+    eval_prompts: int = 512
+    save_every: int = 10
+
+    def __post_init__(self):
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
+        put("arms", tuple(self.arms.split(",") if isinstance(self.arms, str) else self.arms))
+        put("threads", torch.get_num_threads() if self.threads is None else self.threads)
+        if not self.arms:
+            raise Refused(f"--arms: none given; accepted: one or more of {', '.join(arms.NAMES)}")
+        for i, name in enumerate(self.arms):
+            if name not in arms.NAMES:
+                raise Refused(f"--arms: unknown arm {name!r}; accepted: {', '.join(arms.NAMES)}")
+            if name in self.arms[:i]:
+                raise Refused(f"--arms: {name!r} is given twice; accepted: different arms")
+        four_bit = [name for name in policy_names() if name != "bf16"]
+        if self.policy not in four_bit:
+            raise Refused(f"--policy: {self.policy!r}; accepted: {', '.join(four_bit)}")
+        for name in ("steps", "prompts", "updates", "slots", "rows", "eval_prompts", "save_every"):
+            whole(f"--{name.replace('_', '-')}", getattr(self, name))
+        whole("--group", self.group, 2)
+        whole("--seed", self.seed, 0, 2**31 - 1)
+        whole("--threads", self.threads, 1, 1024)
+        for name, least in (("lr", 0.0), ("clip", 0.0), ("temperature", 0.0)):
+            if not least < getattr(self, name) < float("inf"):
+                raise Refused(f"--{name}: {getattr(self, name)}; accepted: a number above {least:g}")
+        if not 0 <= self.kl_coef < float("inf"):
+            raise Refused(f"--kl-coef: {self.kl_coef}; accepted: 0 or more")
+        if self.kv_cache not in cache.FORMATS:
+            raise Refused(f"--kv-cache: {self.kv_cache!r}; accepted: {', '.join(cache.FORMATS)}")
+        if self.level not in grpo.LEVELS:
+            raise Refused(f"--level: {self.level!r}; accepted: {', '.join(grpo.LEVELS)}")
+        if self.source is not None:
+            put("source", str(Path(self.source).absolute()))
+        if self.task is not None:
+            task.load(self.task)
+            put("task", task.absolute(self.task))
+
+    def as_dict(self) -> dict:
+        """The part of config.json that two equal runs share."""
+        return asdict(self) | {"arms": list(self.arms)}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> Config:
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise Refused(f"config.json: not a configuration that this version of fp4ext knows ({error})") from None
+
+
+def command(config: Config) -> str:
+    """The command that repeats a run."""
+    words = ["python -m fp4ext rl"]
+    for field in fields(Config):
+        value = getattr(config, field.name)
+        if field.name == "threads" or (value != field.default and value is not None):
+            text = ",".join(value) if field.name == "arms" else str(value)
+            option = "from" if field.name == "source" else field.name.replace("_", "-")
+            words.append(f"--{option} {shlex.quote(text)}")
+    return " ".join(words)

@@ -1,0 +1,229 @@
+"""Reinforce one model under several arms, side by side, from the same weights on the same prompts.
+
+    source     a pretrained run, or one made first on the task's own text (start/)
+    each step  every arm: roll out, measure, update, refit; now and then a checkpoint of all arms
+    at the end the reward again, the table, the report
+
+A run that is stopped anywhere goes on bit for bit: what a step depends on is in the checkpoint or is a function of
+(seed, step).
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import fp4ext
+
+from .. import checkpoint, run, task
+from ..config import Config as PretrainConfig
+from ..config import compare, facts
+from ..data import TASK, is_task
+from ..display import Silent
+from ..errors import Refused
+from ..interrupt import Interrupts
+from ..presets import Shape
+from ..pretrain import pretrain
+from ..pretrain import resume as resume_pretraining
+from . import grpo, report, result
+from .config import Config, command
+from .learner import Learner
+from .result import Result
+
+DEFAULT_TASK = "arithmetic"
+
+
+def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = True) -> Result:
+    """Reinforce the arms of `config` in a new directory.
+
+    Args:
+        config: from where, on what, how.
+        out: the run directory; new or empty.
+        show: a display (fp4ext.train.rl.display); none: silent.
+        tensorboard: also write TensorBoard events, if it is installed.
+
+    Returns:
+        Result, with `finished` False if a signal stopped the run; `resume(out)` goes on.
+
+    Raises:
+        Refused: an input that cannot be used, before anything is computed or written.
+        Stopped: the disk gave out; the last checkpoint is intact.
+    """
+    show, out = show or Silent(), Path(out)
+    begin = Start.read(config.source) if config.source else None
+    config = _with_task(config, begin)
+    settings = {
+        "run": config.as_dict(),
+        "data": {"task": config.task, "digest": task.identity(config.task)} | (begin.facts() if begin else {}),
+        "facts": facts(PretrainConfig("task", policies=["bf16"])),
+        "command": command(config),
+    }
+    with run.create(out, settings) as directory:
+        return _go_on(directory, config, begin, None, show, tensorboard)
+
+
+def resume(out: str | Path, show=None, tensorboard: bool = True) -> Result:
+    """Go on with the run in `out`, bit for bit as if it had never stopped."""
+    show, out = show or Silent(), Path(out)
+    settings = run.read_config(out)
+    config = Config.from_dict(settings["run"])
+    now = task.identity(config.task)
+    if now != settings["data"]["digest"]:
+        raise Refused(f"--resume {out}: its task {config.task} has changed; accepted: the task that it began with")
+    for change in compare(settings["facts"], facts(PretrainConfig("task", policies=["bf16"]))):
+        show.note(f"since the run began, {change}: what follows may differ in bits")
+    begin = Start.read(config.source) if config.source else None
+    if begin and begin.facts()["start"] != settings["data"]["start"]:
+        raise Refused(f"--resume {out}: the weights in {config.source} have changed; accepted: those it began with")
+    with run.reopen(out) as directory:
+        loaded = checkpoint.load(directory.checkpoints) if checkpoint.latest(directory.checkpoints) else None
+        return _go_on(directory, config, begin, loaded, show, tensorboard)
+
+
+class Start:
+    """The weights that every arm starts from, and the run they are from."""
+
+    def __init__(self, path: Path, policy: str, shape: Shape, weights: dict[str, Tensor], data: list[str], digest: str):
+        self.path, self.policy, self.shape, self.weights, self.data = path, policy, shape, weights, data
+        self.digest = digest
+
+    @classmethod
+    def read(cls, source: str | Path) -> Start:
+        """Those of a pretraining run: of its end_to_end arm, else of its first. Raises Refused if it is none."""
+        path = Path(source)
+        settings = run.read_config(path)
+        if "policies" not in settings["run"]:
+            raise Refused(f"--from {path}: not a pretraining run; accepted: a directory that `pretrain` left")
+        config = PretrainConfig.from_dict(settings["run"], settings["data"]["paths"])
+        if config.preset.model != "transformer":
+            raise Refused(f"--from {path}: a run of {config.preset.name}; accepted: one of a model of fp4ext's own")
+        manifest, files = checkpoint.load(path / "checkpoints")
+        policy = "end_to_end" if "end_to_end" in config.policies else config.policies[0]
+        name = f"{policy}.weights"
+        if name not in files:
+            raise Refused(f"--from {path}: its checkpoint has no {name}; accepted: the directory as the run left it")
+        digest = manifest["files"][f"{name}.safetensors"]["blake2"]
+        return cls(path, policy, config.preset.shape, files[name], list(config.data), digest)
+
+    def facts(self) -> dict:
+        return {"start": {"run": str(self.path), "policy": self.policy, "weights": self.digest}}
+
+
+def _with_task(config: Config, begin: Start | None) -> Config:
+    """The configuration with its task settled: the one asked for, else what the source learned, else arithmetic."""
+    learned = [p.removeprefix(TASK) for p in begin.data if is_task(p)] if begin else []
+    name = config.task or (learned[0] if learned else None if begin else DEFAULT_TASK)
+    if name is None:
+        tasks = ", ".join(task.TASKS)
+        raise Refused(f"--from {begin.path}: pretrained on text, not on a task; accepted: --task {tasks} or FILE.py")
+    made = task.load(name)
+    if begin:
+        longest = begin.shape.context - made.most
+        sizes = [len(made.prompt(task.generator(config.seed, i)).encode()) for i in range(100)]
+        if max(sizes) >= longest:
+            raise Refused(
+                f"--task {name}: prompts of {max(sizes)} bytes and answers of {made.most}; accepted by {begin.path}: "
+                f"less than {begin.shape.context} together"
+            )
+    return Config(**(config.as_dict() | {"task": name}))
+
+
+def _go_on(directory: run.Run, config: Config, begin: Start | None, loaded, show, tensorboard: bool) -> Result:
+    if begin is None:
+        begin = _pretrained(directory.path / "start", config, show)
+        if isinstance(begin, Result):
+            return begin
+    with _settings(config):
+        learners = [Learner(name, config, begin.shape, begin.weights) for name in config.arms]
+        start = 0
+        if loaded:
+            manifest, files = loaded
+            try:
+                for learner in learners:
+                    learner.load(files, manifest["diverged"])
+                start = manifest["step"]
+            except (KeyError, RuntimeError) as error:
+                what = f"the checkpoint does not fit config.json ({error})"
+                raise Refused(f"{directory.path}: {what}; accepted: both as the run left them") from None
+            directory.rewind(manifest["metrics_bytes"])
+        return _train(directory, config, learners, start, show, tensorboard)
+
+
+def _pretrained(path: Path, config: Config, show) -> Start | Result:
+    """A start for a run that was given none: pretraining in 4 bits on the task's text, resumed where it was stopped."""
+    settings = PretrainConfig(
+        "task", policies=[config.policy], data=[TASK + config.task], seed=config.seed, threads=config.threads
+    )
+    begun = checkpoint.latest(path / "checkpoints") is not None
+    if not (path / "result.json").exists():
+        show.note(f"no --from: pretraining a model on the text of {config.task} first, in {path}")
+        bars = show.pretraining()
+        done = resume_pretraining(path, bars) if begun else pretrain(settings, path, bars)
+        if not done.finished:
+            return Result(path.parent, finished=False, step=0, signal=done.signal)
+    return Start.read(path)
+
+
+def _train(directory: run.Run, config: Config, learners: list[Learner], start: int, show, tensorboard: bool) -> Result:
+    def save(step: int) -> None:
+        extra = {"metrics_bytes": directory.mark(), "diverged": {a.policy: a.diverged for a in learners}}
+        checkpoint.save(directory.checkpoints, step, (f for a in learners for f in a.files()), extra)
+
+    def evaluate(step: int) -> None:
+        lines = [{"step": step, "arm": a.policy, "eval/reward": a.evaluate()} for a in learners]
+        directory.log(lines)
+        show.step(step, lines)
+
+    if not tensorboard:
+        directory.without_tensorboard()
+    try:
+        show.start(learners, start, config.steps, directory.path)
+        if start == 0:
+            save(0)
+            evaluate(0)
+        with Interrupts(show.note) as stop:
+            for step in range(start, config.steps):
+                lines = [a.step(step) for a in learners]
+                for line in lines:
+                    alarming = grpo.alarms(line)
+                    if alarming:
+                        line["alarms"] = alarming
+                directory.log(lines)
+                done = step + 1
+                show.step(done, lines)
+                if done % config.save_every == 0 or done == config.steps or stop.signal:
+                    save(done)
+                if stop.signal and done < config.steps:
+                    return Result(directory.path, finished=False, step=done, signal=stop.signal)
+        evaluate(config.steps)
+    finally:
+        show.close()
+    bits = {a.policy: _weight_bits(a) for a in learners}
+    rows = result.table(bits, run.read_metrics(directory.path))
+    done = Result(directory.path, finished=True, step=config.steps, rows=rows)
+    with checkpoint.told("the report", kept=checkpoint.latest(directory.checkpoints)):
+        checkpoint.replace(directory.path / "result.json", done.to_json())
+        report.write(directory.path, done)
+    return done
+
+
+def _weight_bits(learner: Learner) -> float:
+    """Bits an element of the layers that a policy converts, as the sampler holds them."""
+    packed = fp4ext.packed_weights(learner.sampler.model)
+    elements = sum(w.shape.numel() for w in packed)
+    return 8 * sum(w.nbytes for w in packed) / elements if packed else 16.0
+
+
+@contextmanager
+def _settings(config: Config):
+    """The process's number of threads, for the time of a run; torch's generator is afterwards as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        torch.set_num_threads(before)

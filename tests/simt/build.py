@@ -1,0 +1,127 @@
+"""Builds the library fp4ext_simt: csrc/kernels and the CUDA ops of csrc/ops, unmodified, with g++ for the SIMT machine.
+
+Objects are kept under build/simt by the hash of everything they are made of, so that a second run compiles nothing, and
+a mutant (test_mutants.py) compiles only what its edit reaches.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+CSRC = ROOT / "csrc"
+OUT = ROOT / "build" / "simt"
+
+# CUDA C++ has no strict aliasing, and the law no contraction.
+FLAGS = "-std=c++20 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-math-errno -Wall -Wno-unknown-pragmas".split()
+DEFINES = ["-DFP4EXT_CUDA_LIBRARY=fp4ext_simt", "-DFP4EXT_CUDA_KEY=CPU", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
+SANITIZE = "-g1 -fsanitize=address,undefined -fno-sanitize=alignment -fno-sanitize-recover=undefined".split()
+
+
+def sources() -> list[Path]:
+    """What is compiled: every kernel, every CUDA op, the machine and the library."""
+    kernels = sorted(path for path in (CSRC / "kernels").rglob("*") if path.suffix in (".cu", ".cpp"))
+    return [*kernels, *sorted((CSRC / "ops").glob("*_cuda.cpp")), HERE / "machine.cpp", HERE / "library.cpp"]
+
+
+def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, sanitize: bool = False) -> Path:
+    """The path of the built library.
+
+    edits: texts that stand in for those of source files, in what is compiled from `only` (None: everything).
+    sanitize: with AddressSanitizer and UBSan.
+    """
+    edits = {path.resolve(): text for path, text in (edits or {}).items()}
+    flags = FLAGS + (SANITIZE if sanitize else [])
+    tree = _tree(edits)
+
+    def compiled(path: Path) -> Path:
+        reached = only is None or path in only
+        return _object(path, tree if reached else ROOT, edits if reached else {}, flags)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, sources()))
+    library = OUT / f"{_hash(*map(str, objects), *flags)}.so"
+    if not library.exists():
+        libdir = Path(torch.__file__).parent / "lib"
+        command = ["g++", "-shared", *flags, *map(str, objects), f"-L{libdir}", "-ltorch", "-ltorch_cpu", "-lc10"]
+        _run([*command, "-o", str(library) + ".part"])
+        os.replace(str(library) + ".part", library)
+    return library
+
+
+@cache
+def schemas() -> str:
+    """The m.def(…) of csrc/ops/library.cpp."""
+    return re.search(r"STABLE_TORCH_LIBRARY\(fp4ext, m\) \{(.*)\n\}", (CSRC / "ops" / "library.cpp").read_text(), re.S)[
+        1
+    ]
+
+
+def _tree(edits: dict[Path, str]) -> Path:
+    """The root under which the sources lie: the repository, or a copy with the edits."""
+    (OUT / "include").mkdir(parents=True, exist_ok=True)
+    generated = OUT / "include" / "schemas.inc"
+    if not generated.exists() or generated.read_text() != schemas():
+        generated.write_text(schemas())
+    if not edits:
+        return ROOT
+    tree = OUT / "tree" / _hash(*(f"{path}{text}" for path, text in edits.items()))
+    if not tree.exists():
+        shutil.copytree(CSRC, tree / "csrc")
+        shutil.copytree(HERE, tree / "tests" / "simt", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        for path, text in edits.items():
+            (tree / path.relative_to(ROOT)).write_text(text)
+    return tree
+
+
+def _object(path: Path, tree: Path, edits: dict[Path, str], flags: list[str]) -> Path:
+    include = [f"-isystem{p}" for p in cpp_extension.include_paths()] + [f"-I{OUT / 'include'}"]
+    out = OUT / f"{path.stem}.{_hash(*_texts(path, edits), schemas(), torch.__version__, *flags)}.o"
+    if not out.exists():
+        source = tree / path.relative_to(ROOT)
+        command = ["g++", "-x", "c++", *flags, *DEFINES, f"-I{tree / 'tests/simt'}", *include, "-c", str(source)]
+        _run([*command, "-o", str(out) + ".part"])
+        os.replace(str(out) + ".part", out)
+    return out
+
+
+def _texts(path: Path, edits: dict[Path, str]) -> list[str]:
+    """The text of a file and of all it includes by quotes, or from this folder."""
+    seen, todo, texts = set(), [path.resolve()], []
+    while todo:
+        file = todo.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        text = edits.get(file) or file.read_text()
+        texts.append(f"{file.relative_to(ROOT)}\n{text}")
+        for name in re.findall(r'#include ["<]([^">]+)[">]', text):
+            for candidate in ((file.parent / name).resolve(), HERE / name):
+                if candidate.is_file() and candidate.is_relative_to(ROOT):
+                    todo.append(candidate)
+                    break
+    return sorted(texts)
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+if __name__ == "__main__":
+    print(build(sanitize="--sanitize" in sys.argv))

@@ -1,0 +1,36 @@
+"""The library fp4ext_simt, built once a session."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from .build import build
+
+
+class Machine:
+    """torch.ops.fp4ext_simt, and the knobs of the machine that runs its kernels."""
+
+    MODES = ("late", "early", "random")
+
+    def __init__(self, library):
+        torch.ops.load_library(str(library))
+        self.ops = torch.ops.fp4ext_simt
+
+    def configure(self, seed: int = 0, asynchronous: str = "late", truncate: bool = False) -> None:
+        """seed: of the schedule. asynchronous: when copies land. truncate: tensor cores round toward zero."""
+        self.ops.configure(seed, asynchronous, truncate)
+
+
+@pytest.fixture(scope="session")
+def _machine():
+    if shutil.which("g++") is None:
+        pytest.skip("the SIMT machine is built with g++, which is not here")
+    return Machine(build(sanitize="FP4EXT_SIMT_SANITIZE" in os.environ))
+
+
+@pytest.fixture
+def simt(_machine):
+    _machine.configure()
+    return _machine

@@ -1,0 +1,128 @@
+#include <torch/csrc/stable/library.h>
+
+#include "../../csrc/kernels/gemm.h"
+#include "../../csrc/ops/cuda.h"
+#include "../../csrc/ops/dispatch_cuda.h"
+
+// The library fp4ext_simt: the CUDA ops of csrc/ops, whose kernels run on the SIMT machine, on CPU tensors; the knobs of
+// the machine; and kernels that no op offers yet.
+namespace fp4ext {
+namespace {
+
+void configure(int64_t seed, std::string async, bool truncate) {
+  static constexpr Choice<simt::Async> kAsync[] = {
+      {"early", simt::Async::early}, {"late", simt::Async::late}, {"random", simt::Async::random}};
+  auto& o = simt::options();
+  o.seed = static_cast<uint64_t>(seed), o.async = choose("async", async, kAsync), o.truncate = truncate;
+}
+
+// All tensors are on device i, which is an sm_<sm>.
+void set_device(int64_t i, int64_t sm) {
+  simt::options().device = static_cast<int>(i);
+  simt::options().devices.at(i) = static_cast<int>(sm);
+}
+
+kernels::Gemm native_kernel(const std::string& name) {
+  static constexpr Choice<kernels::Gemm> kKernels[] = {{"sm120", kernels::gemm_sm120}, {"sm100", kernels::gemm_sm100}};
+  return choose("kernel", name, kKernels);
+}
+std::string self_test(std::string kernel) { return kernels::self_test(native_kernel(kernel)); }
+std::string status(int64_t device) { return emulated_status(static_cast<int>(device)) + "\n" + native_status(static_cast<int>(device)); }
+
+// quantize with the scales of both directions in the tensor cores' layout, outer scales given.
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_swizzled(const Tensor& x, std::string key, const Tensor& rng, const Tensor& enc,
+                                                             const Tensor& dec) {
+  const QuantizeSpec spec = parse_spec(key);
+  const int64_t batch = x.size(0), rows = x.size(1), cols = x.size(2);
+  kernels::QuantizeArgs args{{x.data_ptr(), cuda_dtype("x", x), batch, rows, cols, {}}, spec, 0, {}};
+  std::vector<Tensor> out;
+  for (bool colwise : {false, true}) {
+    kernels::Copy& c = args.copies[colwise];
+    const int64_t k = colwise ? rows : cols, out_rows = colwise ? cols : rows, blocks = (k + spec.block() - 1) / spec.block();
+    out.push_back(torch::stable::new_empty(x, {batch, out_rows, blocks * spec.block() / (spec.packed() ? 2 : 1)}, ScalarType::Byte));
+    out.push_back(torch::stable::new_empty(x, {batch, padded_rows(out_rows) * padded_columns(blocks)}, ScalarType::Byte));
+    c = {colwise,
+         spec.outer,
+         kernels::rht_n(spec, k),
+         spec.rht_stages,
+         static_cast<const int64_t*>(rng.data_ptr()),
+         false,
+         true,
+         static_cast<const float*>(enc.data_ptr()),
+         static_cast<const float*>(dec.data_ptr()),
+         static_cast<uint8_t*>(out[out.size() - 2].data_ptr()),
+         static_cast<uint8_t*>(out.back().data_ptr())};
+  }
+  check_launch("quantize", kernels::quantize(args, nullptr));
+  return {out[0], out[1], out[2], out[3]};
+}
+
+kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& global,
+                         const std::string& format, int64_t experts) {
+  using enum kernels::Elem;
+  static constexpr Choice<kernels::Elem> kElems[] = {
+      {"nvfp4", e2m1}, {"mxfp4", e2m1}, {"mxfp8", e4m3}, {"mxfp8_e5m2", e5m2}, {"bf16", bf16}};
+  const auto elem = choose("format", format, kElems);
+  const int64_t rows = product(sizes_of(codes), 0, codes.dim() - 1), globals = global ? global->numel() : 0;
+  return {codes.data_ptr(),
+          scales ? static_cast<const uint8_t*>(scales->data_ptr()) : nullptr,
+          globals ? static_cast<const float*>(global->data_ptr()) : nullptr,
+          globals == rows ? rows / experts : globals == experts,
+          globals == rows && globals > 1,
+          elem,
+          format == "nvfp4"  ? 16
+          : format == "bf16" ? 0
+                             : 32,
+          rows / experts,
+          codes.size(codes.dim() - 1) * (elem == e2m1 ? 2 : 1)};
+}
+
+// A GEMM by the kernel of that name. offsets: grouped.
+Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format,
+                const Tensor& w, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format,
+                std::optional<Tensor> bias, std::optional<Tensor> offsets, std::string out_dtype) {
+  const int64_t experts = offsets ? offsets->numel() : 1;
+  kernels::GemmArgs args{operand(x, x_scales, x_global, x_format, 1), operand(w, w_scales, w_global, w_format, experts)};
+  const ScalarType dtype = parse_dtype("out_dtype", out_dtype);
+  Tensor y = torch::stable::new_empty(x, {args.x.rows, args.w.rows}, dtype);
+  args.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
+  args.y = y.data_ptr();
+  args.y_bf16 = dtype == ScalarType::BFloat16;
+  args.offsets = offsets ? static_cast<const int32_t*>(offsets->data_ptr()) : nullptr;
+  args.experts = static_cast<int>(experts);
+  using Gemm = cudaError_t (*)(const kernels::GemmArgs&, cudaStream_t);
+  static constexpr Choice<Gemm> kKernels[] = {{"invariant", kernels::gemm_invariant},
+                                              {"decode", kernels::gemm_decode},
+                                              {"sm120", kernels::gemm_sm120},
+                                              {"sm100", kernels::gemm_sm100}};
+  const Gemm gemm = choose("kernel", kernel, kKernels);
+  STD_TORCH_CHECK(kernel == "invariant" || (kernel == "decode" ? kernels::decode_takes(args) : kernels::native_takes(args)), kernel,
+                  " does not take these");
+  check_launch("gemm", gemm(args, nullptr));
+  return y;
+}
+
+}  // namespace
+}  // namespace fp4ext
+
+STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
+#include "schemas.inc"
+  m.def("configure(int seed, str async, bool truncate) -> ()");
+  m.def("set_device(int i, int sm) -> ()");
+  m.def("self_test(str kernel) -> str");
+  m.def("status(int device) -> str");
+  m.def(
+      "run_gemm(str kernel, Tensor x, Tensor? x_scales, Tensor? x_global, str x_format, Tensor w, Tensor? w_scales, Tensor? w_global,"
+      " str w_format, Tensor? bias, Tensor? offsets, str out_dtype) -> Tensor");
+  m.def("quantize_swizzled(Tensor x, str spec, Tensor rng, Tensor enc, Tensor dec) -> (Tensor, Tensor, Tensor, Tensor)");
+}
+STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
+  m.impl("configure", TORCH_BOX(&fp4ext::configure));
+  m.impl("set_device", TORCH_BOX(&fp4ext::set_device));
+  m.impl("self_test", TORCH_BOX(&fp4ext::self_test));
+  m.impl("status", TORCH_BOX(&fp4ext::status));
+}
+STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CPU, m) {
+  m.impl("run_gemm", TORCH_BOX(&fp4ext::run_gemm));
+  m.impl("quantize_swizzled", TORCH_BOX(&fp4ext::quantize_swizzled));
+}

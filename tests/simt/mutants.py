@@ -1,0 +1,246 @@
+"""Mutants: kernels with one thing wrong, each built from the sources with one edit and run against what must catch it.
+
+`python -m tests.simt.mutants` prints a line of JSON for each: its name, and why it was caught, or null where it lived.
+A mutant is caught where a result differs, where the machine ends the launch (a deadlock, a pointer that is not aligned,
+a collective that not all lanes reach), or where nothing comes back in time.
+
+What the machine cannot see, and no mutant here tries: memory fences, the text of an instruction, an ISA misread on both
+sides. Those are for ptxas, tests/test_sass.py and the self-test of a device's first launch.
+"""
+# ruff: noqa: E501  (a table reads best with a mutant a line)
+
+import json
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from fp4ext.spec import Spec
+from fp4ext.testing import assert_bytes_equal, assert_same_quantized, generate
+
+from .build import CSRC, build
+from .conftest import Machine
+from .operands import operand
+from .test_gemm import check_bound, gemm
+
+KERNELS = CSRC / "kernels"
+PATIENCE = 300  # seconds for the checks of one mutant; they take a few
+
+
+def quantize(machine, *keys):
+    """Ragged and full, in both directions at once, under several schedules."""
+    for seed, shape in enumerate(((130, 144), (64, 128), (2, 40, 100))):
+        x = generate("gaussian", *shape, seed=seed, dtype=(torch.bfloat16, torch.float32)[seed % 2])
+        for asynchronous in machine.MODES:
+            machine.configure(seed, asynchronous)
+            for key in keys:
+                key = Spec.parse(key).key
+                rng = torch.tensor([5, 6])
+                args = x, key, key, rng, rng, 1
+                got, wanted = machine.ops.quantize_rowcol(*args), torch.ops.fp4ext.quantize_rowcol(*args)
+                assert_same_quantized(got[:3], wanted[:3], key)
+                assert_same_quantized(got[3:], wanted[3:], key)
+                args = x, key, -1, rng, 1, None
+                assert_same_quantized(machine.ops.quantize(*args), torch.ops.fp4ext.quantize(*args), key)
+
+
+def multiply(machine, kernel, *formats, m=70, n=40):
+    """Bitwise on integers with scales that differ, and within the bound; two chunks of K and a ragged end."""
+    k = 1408 if kernel != "decode" else 5248
+    m = min(m, 13) if kernel == "decode" else m
+    for seed, asynchronous in enumerate((*machine.MODES, "late")):
+        for format in formats:
+            machine.configure(seed, asynchronous)
+            x, w = operand(format, m, k, seed=seed, integers=True), operand(format, n, k, seed=9 + seed, integers=True)
+            one = int(x.scales[0, 0])
+            step = 8 if format == "nvfp4" else 1
+            for o in (x, w):  # powers of two, another for each block
+                o.scales += (torch.arange(o.scales.numel()).view_as(o.scales) % 3 * step).to(torch.uint8)
+            assert int(x.scales[0, 0]) == one
+            wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, None, "float32", "invariant", "cpu")
+            assert_bytes_equal(gemm(machine, kernel, x, w), wanted, f"{kernel} {format}")
+            x, w = operand(format, m, k, seed=seed), operand(format, n, k, seed=9 + seed)
+            check_bound(gemm(machine, kernel, x, w), x, w)
+
+
+def grouped(machine, kernel):
+    offsets, rows = [0, 3, 3, 10], 12
+    x, w = operand("nvfp4", rows, 256, seed=1), operand("nvfp4", 4, 24, 256, seed=2, outer="row")
+    y = gemm(machine, kernel, x, w, None, torch.tensor(offsets, dtype=torch.int32))
+    for e, (start, end) in enumerate(zip([0, *offsets], offsets, strict=False)):
+        if end > start:
+            check_bound(y[start:end], x[start:end], w[e])
+    assert not y[10:].any()
+
+
+def blocks(machine):
+    quantize(machine, "nvfp4/amax/stochastic", "nvfp4/sweep/eden/1x16/row/128x2")
+
+
+def tiles(machine):
+    quantize(machine, "nvfp4/four_over_six/nearest/16x16", "nvfp4/amax/stochastic/16x16")
+
+
+def invariant(machine):
+    multiply(machine, "invariant", "nvfp4", "mxfp8")
+    grouped(machine, "invariant")
+
+
+def decode(machine):
+    multiply(machine, "decode", "nvfp4")
+    grouped(machine, "decode")
+
+
+def sm120(machine):
+    multiply(machine, "sm120", "nvfp4", "mxfp8")
+
+
+def sm100(machine):
+    multiply(machine, "sm100", "nvfp4", "mxfp8")
+
+
+def self_test(machine, kernel, sm):
+    """What a device's first launch does. Where it fails, the status says so and the emulated kernel is used."""
+    machine.ops.set_device(0, sm)
+    why = machine.ops.self_test(kernel)
+    if why:
+        line = machine.ops.status(0).split("\n")[1]
+        assert line == f"built, but it failed its self-test on device 0: {why}", line
+        x, w = operand("nvfp4", 20, 128, seed=1), operand("nvfp4", 24, 128, seed=2)
+        y = machine.ops.gemm(*x.parts, *w.parts, None, "float32", "invariant", "auto")
+        assert_bytes_equal(y, gemm(machine, "invariant", x, w), "the fallback")
+    assert not why, f"self-test: {why}"
+
+
+def self_test_sm120(machine):
+    self_test(machine, "sm120", 120)
+
+
+def self_test_sm100(machine):
+    self_test(machine, "sm100", 100)
+
+
+# What each check runs: only these are built from the mutant's text.
+RUNS = {
+    blocks: "any/quantize_nvfp4_random.cu",
+    tiles: "any/quantize_16x16.cu",
+    invariant: "sm80/gemm_invariant.cu",
+    decode: "sm80/gemm_decode.cu",
+    sm120: "sm120/gemm_native.cu",
+    sm100: "sm100/gemm_native.cu",
+    self_test_sm120: "sm120/gemm_native.cu",
+    self_test_sm100: "sm100/gemm_native.cu",
+}
+
+# What is wrong, where, the text and what stands in its place, the check that must fail.
+MUTANTS = [
+    # quantize
+    ("no barrier after the tile is read", "any/quantize_blocks.cuh", "__syncthreads();", "", blocks),
+    ("no barrier after the tile is read, 16x16", "any/quantize_16x16.cu", "__syncthreads();", "", tiles),
+    ("a key that moves elements within a piece", "any/tile.cuh", "(piece ^ tile_key(row)) << 4", "(piece << 4) ^ tile_key(row)", blocks),
+    ("butterflies between the wrong lanes", "any/tile.cuh", "t[i], h / N);", "t[i], h / N ^ 1);", blocks),
+    ("the upper lane subtracts the wrong way", "any/tile.cuh", "other - t[i] : t[i] + other", "t[i] - other : t[i] + other", blocks),
+    ("the second stage is not turned", "any/tile.cuh", "s ? second : first, s == 1", "s ? second : first, false", blocks),
+    ("both stages share their signs", "any/tile.cuh", "s ? second : first, s == 1", "first, s == 1", blocks),
+    ("turns at the sums in the wrong order", "any/encode.cuh", "turn == rotation.place", "turn == rotation.lanes() - 1 - rotation.place", blocks),
+    ("the sum of the wrong lane", "any/encode.cuh", "energy, first + turn)", "energy, first)", blocks),
+    ("random bits hang on the column", "any/encode.cuh", "(k + rng.k + offset) / 8", "(k + rng.k + offset) / 16", blocks),
+    ("both directions draw the same bits", "any/encode.cuh", "philox_usage(purpose, colwise, role)", "philox_usage(purpose, false, role)", blocks),
+    ("scales of the neighbour's row", "any/encode.cuh", "row * row_scales + column", "(row ^ 1) * row_scales + column", blocks),
+    ("the maximum misses a lane", "any/quantize_16x16.cu", "int h = 8; h > 0", "int h = 4; h > 0", tiles),
+    ("a tile takes its turns from the wrong half", "any/quantize_16x16.cu", "(threadIdx.x & 16) + turn", "turn", tiles),
+    # emulated GEMM
+    ("no barrier between steps", "sm80/gemm_invariant.cu", "close_chunk(total, acc);\n    __syncthreads();", "close_chunk(total, acc);", invariant),
+    ("one pair of tiles instead of two", "sm80/gemm_invariant.cu", "char* tiles = memory + step % 2 * 2 * kTileBytes;", "char* tiles = memory;", invariant),
+    ("the store is not swizzled", "sm80/gemm_invariant.cu", "piece_of(tile, row, first + p)", "(tile + row * 128 + (first + p) * 16)", invariant),
+    ("the scale of the other block", "sm80/gemm_invariant.cu", "e2m1_pair(raw.words[p] >> (8 * i), scale[p / 2])", "e2m1_pair(raw.words[p] >> (8 * i), scale[1 - p / 2])", invariant),
+    ("staged sums are read at another place", "gemm.cuh", "staged + m * kTile + (n ^ (m / 2 % 4 * 8))", "staged + m * kTile + n", invariant),
+    ("no barrier before the sums are written", "gemm.cuh", "  __syncthreads();\n  const int64_t n_size", "  const int64_t n_size", invariant),
+    ("experts' rows begin at the wrong tile", "gemm.cuh", "tile -= tiles;", "tile -= tiles ? tiles - 1 : 0;", invariant),
+    # decode
+    ("waits for one group too few", "sm80/gemm_decode.cu", "wait_copies<kStages - 2>()", "wait_copies<kStages - 1>()", decode),
+    ("no rendezvous after the wait", "sm80/gemm_decode.cu", "__syncwarp();", "", decode),
+    ("a stage is filled while it is read", "sm80/gemm_decode.cu", "for (int i = 0; i < kStages - 1; ++i) copy(i);", "for (int i = 0; i < kStages; ++i) copy(i);", decode),
+    ("no barrier before the chunks are added", "sm80/gemm_decode.cu", "  __syncthreads();\n\n  for (int i = threadIdx.x; i < x_rows", "  for (int i = threadIdx.x; i < x_rows", decode),
+    ("a chunk is left out", "sm80/gemm_decode.cu", "for (int c = 1; c < chunks; ++c)", "for (int c = 1; c < chunks - 1; ++c)", decode),
+    ("fragments of the wrong half", "sm80/gemm_decode.cu", "high = e2m1_pair(u.y", "high = e2m1_pair(u.x", decode),
+    # sm120
+    ("waits for one group too few, sm120", "sm120/gemm_native.cu", "wait_copies<Format::kStages - 2>()", "wait_copies<Format::kStages - 1>()", sm120),
+    ("no barrier in the loop, sm120", "sm120/gemm_native.cu", "__syncthreads();  // the step", "// the step", sm120),
+    ("no barrier before the ring is reused", "sm120/gemm_native.cu", "  __syncthreads();\n  write(", "  write(", sm120),
+    ("scales in the wrong lanes", "sm120/gemm_native.cu", "(lane & 1) * 8 + lane / 4", "lane / 4", sm120),
+    ("the copy and the load differ in their key", "sm120/gemm_native.cu", "copy_async<16>(piece_of<Format>(tile, row, piece),", "copy_async<16>(piece_of<Format>(tile, row ^ 2, piece) + ((row & 2) - (~row & 2)) * Format::kRow,", sm120),
+    ("the scales of the first mma for all", "sm120/gemm_native.cu", "const int byte = i * Format::kScalesPerMma;", "const int byte = 0;", sm120),
+    # sm100
+    ("stages share their scale columns", "sm100/gemm_native.cu", "sums + kScales + s * 2 * kColumns<Format>", "sums + kScales", sm100),
+    ("full arrives before the copies land", "sm100/gemm_native.cu", "wait_copies<kAhead>();", "", sm100),
+    ("nobody waits for a stage to be empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + i % kStages, (i / kStages & 1) ^ 1);", "", sm100),
+    ("the wrong parity", "sm100/gemm_native.cu", "mbarrier_wait(full + s, i / kStages & 1);", "mbarrier_wait(full + s, (i / kStages & 1) ^ 1);", sm100),
+    ("sums are read before they are done", "sm100/gemm_native.cu", "mbarrier_wait(done, 0);", "", sm100),
+    ("the sums start from what was there", "sm100/gemm_native.cu", "i > 0 || j > 0", "true", sm100),
+    ("K advances by half", "sm100/gemm_native.cu", "x + 2 * j, w + 2 * j", "x + j, w + j", sm100),
+    ("a warp reads another's lanes", "sm100/gemm_native.cu", "(static_cast<uint32_t>(warp * 32) << 16)", "(static_cast<uint32_t>(warp / 2 * 32) << 16)", sm100),
+    ("too few arrivals", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders);", "mbarrier_init(full + s, kLoaders + 1);", sm100),
+    ("the wrong swizzle for tcgen05", "sm100/gemm_native.cu", "((piece ^ (row & 7)) << 4)", "((piece ^ (row / 2 & 3)) << 4)", sm100),
+    ("the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", sm100),
+    # What the self-test of a device would meet if an instruction were misread.
+    ("self-test: scales in the wrong lanes", "sm120/gemm_native.cu", "(lane & 1) * 8 + lane / 4", "lane / 4", self_test_sm120),
+    ("self-test: no barrier in the loop", "sm120/gemm_native.cu", "__syncthreads();  // the step", "// the step", self_test_sm120),
+    ("self-test: the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", self_test_sm100),
+    ("self-test: stages share their scale columns", "sm100/gemm_native.cu", "sums + kScales + s * 2 * kColumns<Format>", "sums + kScales", self_test_sm100),
+]  # fmt: skip
+
+
+def built(mutant) -> Path:
+    """The library with the mutant's edit."""
+    name, file, text, instead, check = mutant
+    source = (KERNELS / file).read_text()
+    assert source.count(text) == 1, (
+        f"{name}: {file} has {text!r} {source.count(text)} times; a mutant follows its source"
+    )
+    return build({KERNELS / file: source.replace(text, instead)}, only=[KERNELS / RUNS[check]])
+
+
+def caught(library: Path, check) -> str | None:
+    """Why the check fails in a process of its own; None if it passes."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(read)
+            torch.set_num_threads(1)
+            check(Machine(library))
+        except BaseException as error:
+            os.write(write, (str(error).strip().splitlines() or [repr(error)])[0][:300].encode())
+        os._exit(0)
+    os.close(write)
+    deadline, status = time.monotonic() + PATIENCE, None
+    while status is None and time.monotonic() < deadline:
+        done, code = os.waitpid(child, os.WNOHANG)
+        status = code if done else None
+        time.sleep(0.02)
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    why = os.read(read, 1000).decode(errors="replace")
+    os.close(read)
+    return why or ("nothing came back in time" if status is None else f"ended by signal {status}" if status else None)
+
+
+def main(names: list[str]) -> None:
+    chosen = [mutant for mutant in MUTANTS if not names or mutant[0] in names]
+    for check in dict.fromkeys(mutant[-1] for mutant in chosen):
+        why = caught(build(), check)
+        assert why is None, f"{check.__name__} fails without a mutant: {why}"
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        libraries = list(pool.map(built, chosen))
+    for library, (name, *_, check) in zip(libraries, chosen, strict=True):
+        print(json.dumps({"name": name, "why": caught(library, check)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,95 @@
+"""Which kernel a product takes on which device, and the test that a native one must pass first."""
+
+import itertools
+
+import pytest
+import torch
+
+from fp4ext.testing import assert_bytes_equal
+
+from .operands import operand
+
+DEVICE = itertools.count()  # what is known of a device is kept
+
+
+@pytest.fixture
+def device(simt):
+    """Makes an sm_<sm> of a device that nobody has used, and all tensors lie on it."""
+
+    def of(sm):
+        i = next(DEVICE)
+        simt.ops.set_device(i, sm)
+        return i
+
+    return of
+
+
+def gemm(simt, x, w, backend="auto", bias=None):
+    return simt.ops.gemm(*x.parts, *w.parts, bias, "float32", "invariant", backend)
+
+
+def by(simt, kernel, x, w):
+    return simt.ops.run_gemm(kernel, *x.parts, *w.parts, None, None, "float32")
+
+
+@pytest.mark.parametrize(
+    "sm, native", [(80, None), (90, None), (100, "sm100"), (103, "sm100"), (120, "sm120"), (121, "sm120")]
+)
+def test_the_default(simt, device, sm, native):
+    """Native where one takes the operands; else emulated, and few rows by the decode kernel, bit for bit."""
+    i = device(sm)
+    for format, k, taken in (("nvfp4", 128, True), ("nvfp4", 80, False), ("mxfp8", 128, True), ("mxfp4", 128, False)):
+        x, w = operand(format, 20, k, seed=1), operand(format, 24, k, seed=2)
+        kernel = native if native and taken else "invariant"
+        assert_bytes_equal(gemm(simt, x, w), by(simt, kernel, x, w), f"sm_{sm} {format} {k}")
+        emulated = gemm(simt, x, w, "emulated")
+        assert_bytes_equal(emulated, by(simt, "invariant", x, w), "emulated")
+        assert_bytes_equal(gemm(simt, x[:3], w, "emulated"), emulated[:3], "few rows")
+    emulated, native_line = simt.ops.status(i).split("\n")
+    assert emulated.startswith("available: ") and f"sm_{sm}" in emulated
+    assert native_line.startswith(
+        "available: passed its self-test" if native else f"built, but no native kernel for sm_{sm}"
+    )
+
+
+def test_what_is_asked_for_is_what_runs_or_raises(simt, device):
+    device(90)
+    x, w = operand("nvfp4", 4, 128, seed=3), operand("nvfp4", 8, 128, seed=4)
+    with pytest.raises(RuntimeError, match="'native' is not available: no native kernel for sm_90"):
+        gemm(simt, x, w, "native")
+    device(120)
+    assert_bytes_equal(gemm(simt, x, w, "native"), by(simt, "sm120", x, w), "native")
+    odd = operand("nvfp4", 4, 80, seed=3), operand("nvfp4", 8, 80, seed=4)
+    with pytest.raises(RuntimeError, match="takes NVFP4"):
+        gemm(simt, *odd, "native")
+    with pytest.raises(RuntimeError, match="unknown backend for CUDA tensors 'cpu'; accepted: auto, emulated, native"):
+        gemm(simt, x, w, "cpu")
+    device(75)
+    with pytest.raises(RuntimeError, match="sm_75; accepted: sm_80 and later"):
+        gemm(simt, x, w)
+
+
+def test_grouped_gemm(simt, device):
+    device(90)
+    x, w = operand("nvfp4", 12, 96, seed=5, outer="row"), operand("nvfp4", 3, 24, 96, seed=6)
+    w.outer = torch.tensor([1.0, 100.0, 0.01]).view(3, 1, 1)
+    offsets = torch.tensor([5, 5, 11], dtype=torch.int32)
+    y = simt.ops.grouped_gemm(*x.parts, *w.parts, offsets, "float32", "invariant", "auto")
+    assert_bytes_equal(y, simt.ops.run_gemm("invariant", *x.parts, *w.parts, None, offsets, "float32"), "grouped")
+    assert y[:11].abs().sum(1).gt(0).all() and not y[11:].any()
+
+
+def test_plain_operands(simt, device):
+    device(80)
+    x, w = operand("bf16", 5, 48, seed=7), operand("nvfp4", 8, 48, seed=8)
+    assert_bytes_equal(gemm(simt, x, w), by(simt, "invariant", x, w), "bf16 activations")
+    x.codes, x.format = x.codes.float(), "fp32"
+    with pytest.raises(RuntimeError, match="x is float32; accepted on CUDA: quantized, or bfloat16"):
+        gemm(simt, x, w)
+
+
+@pytest.mark.parametrize("kernel", ["sm120", "sm100"])
+def test_the_self_test_passes(simt, kernel):
+    for asynchronous in simt.MODES:
+        simt.configure(asynchronous=asynchronous)
+        assert simt.ops.self_test(kernel) == ""

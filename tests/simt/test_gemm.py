@@ -1,0 +1,193 @@
+"""The emulated GEMMs on the SIMT machine: within the law's bound, bitwise on integers, row by row.
+
+Hardware leaves the rounding inside one mma open. The machine has both extremes: to nearest, and toward zero.
+"""
+
+import pytest
+import torch
+
+from fp4ext.testing import assert_bytes_equal
+
+from .operands import exact, operand
+
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2", "bf16")
+PAIRS = [*zip(FORMATS, FORMATS, strict=True), ("bf16", "nvfp4"), ("mxfp8", "nvfp4"), ("nvfp4", "mxfp4")]
+DECODED_PAIRS = [pair for pair in PAIRS if pair[1] != "bf16"]  # weights of 16 bits are not what decode is for
+SHAPES = [(1, 1, 1), (3, 5, 17), (17, 130, 80), (130, 40, 1040), (129, 129, 64)]
+DECODED = [(1, 16, 128), (3, 5, 256), (8, 40, 1152), (16, 33, 4224), (13, 16, 2048)]
+
+
+def gemm(simt, kernel, x, w, bias=None, offsets=None, out_dtype="float32"):
+    return simt.ops.run_gemm(kernel, *x.parts, *w.parts, bias, offsets, out_dtype)
+
+
+def check_bound(y, x, w, truncate=False, bias=None):
+    """(⌈K/16⌉ + 2)·2⁻²⁴·Σ|x̂·ŵ|: one rounding for each 16 of K, twice as much where it is toward zero."""
+    wanted, size = exact(x, w, bias)
+    steps = -(-x.values().shape[-1] // 16)
+    bound = (steps * (2 if truncate else 1) + 2) * 2.0**-24 * size + 2.0**-24 * wanted.abs()
+    error = (y.double() - wanted).abs()
+    assert (error <= bound).all(), f"{(error / bound).max():.3g} of the bound"
+    return (error / size.clamp_min(1e-300)).max().item()
+
+
+@pytest.mark.parametrize("x_format, w_format", PAIRS)
+def test_within_the_bound(simt, x_format, w_format):
+    for i, (m, n, k) in enumerate(SHAPES):
+        x, w = operand(x_format, m, k, seed=i, outer="row"), operand(w_format, n, k, seed=50 + i)
+        simt.configure(seed=i, asynchronous=simt.MODES[i % 3], truncate=i % 2 == 1)
+        check_bound(gemm(simt, "invariant", x, w), x, w, truncate=i % 2 == 1)
+
+
+@pytest.mark.parametrize("x_format, w_format", DECODED_PAIRS)
+def test_decode_within_the_bound(simt, x_format, w_format):
+    for i, (m, n, k) in enumerate(DECODED):
+        x, w = operand(x_format, m, k, seed=i), operand(w_format, n, k, seed=60 + i, outer="row")
+        simt.configure(seed=i, asynchronous=simt.MODES[i % 3], truncate=i % 2 == 1)
+        check_bound(gemm(simt, "decode", x, w), x, w, truncate=i % 2 == 1)
+
+
+@pytest.mark.parametrize("x_format, w_format", PAIRS)
+def test_integers_are_exact(simt, x_format, w_format):
+    """Every partial sum is, so whatever the order and the rounding the CPU's bits come out."""
+    for kernel, (m, n, k) in (("invariant", (70, 140, 1152)), ("decode", (11, 20, 1152))):
+        if kernel == "decode" and w_format == "bf16":
+            continue
+        x, w = operand(x_format, m, k, seed=1, integers=True), operand(w_format, n, k, seed=2, integers=True)
+        bias = torch.arange(n).float()
+        for out_dtype in ("float32", "bfloat16"):
+            y = gemm(simt, kernel, x, w, bias, None, out_dtype)
+            wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, bias, out_dtype, "invariant", "cpu")
+            assert_bytes_equal(y, wanted, f"{kernel} {x_format} {w_format} {out_dtype}")
+
+
+@pytest.mark.parametrize("x_format, w_format", DECODED_PAIRS)
+@pytest.mark.parametrize("truncate", [False, True])
+def test_decode_is_prefill(simt, x_format, w_format, truncate):
+    """Bit for bit: a sampler's token is what the trainer computes."""
+    simt.configure(truncate=truncate)
+    for m, n, k in ((16, 33, 2176), (5, 16, 1024), (16, 24, 384)):
+        x, w = operand(x_format, m, k, seed=3, outer="row"), operand(w_format, n, k, seed=4)
+        for out_dtype in ("float32", "bfloat16"):
+            whole = gemm(simt, "invariant", x, w, None, None, out_dtype)
+            assert_bytes_equal(gemm(simt, "decode", x, w, None, None, out_dtype), whole, f"{x_format} {w_format}")
+            alone = gemm(simt, "decode", x[3:4], w, None, None, out_dtype)
+            assert_bytes_equal(alone, whole[3:4], f"{x_format} {w_format} one row")
+
+
+@pytest.mark.parametrize("x_format, w_format", [("nvfp4", "nvfp4"), ("mxfp8", "mxfp8"), ("bf16", "nvfp4")])
+def test_a_row_depends_on_itself_alone(simt, x_format, w_format):
+    """On no neighbour, position or batch: every cut of the rows gives the same bits."""
+    x, w = operand(x_format, 140, 1104, seed=5, outer="row"), operand(w_format, 24, 1104, seed=6)
+    whole = gemm(simt, "invariant", x, w)
+    for rows in (slice(0, 1), slice(139, 140), slice(5, 22), torch.randperm(140)[:130]):
+        assert_bytes_equal(gemm(simt, "invariant", x[rows], w), whole[rows], f"{rows}")
+
+
+OFFSETS = [[0, 1, 128, 255, 384, 384, 415], [0, 0, 64, 64], [0, 0, 0], [7]]
+
+
+@pytest.mark.parametrize("offsets", OFFSETS, ids=str)
+@pytest.mark.parametrize("kernel", ["invariant", "decode"])
+def test_grouped(simt, offsets, kernel):
+    """Empty experts, rows of nobody, gains far apart (fault 8); each expert's rows as if it were alone."""
+    if kernel == "decode":
+        offsets = [min(end // 8, 14) for end in offsets]
+    experts, rows, n, k = len(offsets), offsets[-1] + 2, 40, 256
+    x = operand("nvfp4", rows, k, seed=7, outer="row")
+    w = operand("nvfp4", experts, n, k, seed=8)
+    for outer in (
+        torch.tensor(100.0).pow(torch.arange(experts) % 3 - 1),
+        torch.rand(experts, n, 1) + 0.5,
+        torch.ones(1),
+    ):
+        w.outer = outer
+        y = gemm(simt, kernel, x, w, None, torch.tensor(offsets, dtype=torch.int32))
+        start = 0
+        for e, end in enumerate(offsets):
+            alone = w[e]
+            if outer.dim() == 1 and outer.numel() == experts:
+                alone.outer = outer[e : e + 1]
+            if end > start:
+                part = gemm(simt, "invariant", x[start:end], alone)
+                assert_bytes_equal(y[start:end], part, f"expert {e} of {offsets}")
+            start = end
+        assert not y[start:].any(), "rows of nobody are zeros"
+
+
+def test_offsets_that_lie_do_no_harm(simt):
+    """They are read on the device, where nothing can raise: clamped into the rows there are."""
+    x, w = operand("nvfp4", 20, 64, seed=9), operand("nvfp4", 3, 16, 64, seed=10)
+    for offsets in ([30, 10, 40], [-5, 8, 7], [5, 2**31 - 1, 0]):
+        y = gemm(simt, "invariant", x, w, None, torch.tensor(offsets, dtype=torch.int32))
+        assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["invariant", "decode"])
+def test_poisoned_blocks_are_nan(simt, kernel):
+    """In their row, or their column, and nowhere else."""
+    for format, nan in (("nvfp4", 0x7F), ("mxfp8", 0xFF)):
+        x, w = operand(format, 5, 256, seed=11, integers=True), operand(format, 16, 256, seed=12, integers=True)
+        x.scales[2, 3], w.scales[7, 0] = nan, nan
+        y = gemm(simt, kernel, x, w)
+        wanted = torch.zeros(5, 16, dtype=torch.bool)
+        wanted[2], wanted[:, 7] = True, True
+        assert torch.equal(y.isnan(), wanted)
+
+
+def test_large_and_small_global_scales(simt):
+    """Neither the product of two large nor that of two small ones is lost (fault 10)."""
+    for g_x, g_w in ((1e30, 1e-30), (1e-39, 1e38)):
+        x, w = operand("nvfp4", 4, 128, seed=13, integers=True), operand("nvfp4", 16, 128, seed=14, integers=True)
+        x.outer, w.outer = torch.tensor([g_x]), torch.tensor([g_w])
+        wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, None, "float32", "invariant", "cpu")
+        for kernel in ("invariant", "decode"):
+            assert_bytes_equal(gemm(simt, kernel, x, w), wanted, kernel)
+
+
+@pytest.mark.parametrize("schedule", range(6))
+def test_no_schedule_matters(simt, schedule):
+    x, w = operand("nvfp4", 16, 2304, seed=15), operand("nvfp4", 20, 2304, seed=16)
+    wanted = gemm(simt, "invariant", x, w)
+    simt.configure(seed=200 + schedule, asynchronous=simt.MODES[schedule % 3])
+    for kernel in ("invariant", "decode"):
+        assert_bytes_equal(gemm(simt, kernel, x, w), wanted, kernel)
+
+
+def test_random_data_stays_far_within(simt):
+    """2⁻²⁰·Σ|x̂·ŵ| on random data, rounded either way; K here is what fits a test."""
+    x, w = operand("nvfp4", 8, 8192, seed=17), operand("nvfp4", 16, 8192, seed=18)
+    for truncate in (False, True):
+        simt.configure(truncate=truncate)
+        assert check_bound(gemm(simt, "decode", x, w), x, w, truncate) < 2.0**-20
+
+
+@pytest.mark.parametrize("kernel", ["invariant"])
+def test_empty(simt, kernel):
+    for m, n, k in ((0, 4, 16), (4, 0, 16), (2, 3, 0)):
+        x, w = operand("bf16", m, k, seed=1), operand("bf16", n, k, seed=2)
+        y = gemm(simt, kernel, x, w)
+        assert y.shape == (m, n) and not y.any()
+
+
+def test_every_code_and_scale(simt):
+    """Each product of an element and a scale, against one: decoding is exact, byte for byte."""
+    for format in ("nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2"):
+        block = 16 if format == "nvfp4" else 32
+        scales = torch.arange(0, 256 if format != "nvfp4" else 0x80).to(torch.uint8)
+        if format != "nvfp4":  # where element·scale is a normal bf16, as the law keeps it
+            scales = scales[(scales >= 32) & (scales <= 222)]
+        codes = torch.arange(256, dtype=torch.uint8)
+        x = operand(format, len(scales), 512 if "fp4" in format else 256, seed=0)
+        x.codes, x.outer = codes.repeat(len(scales), 1), None
+        x.scales = scales[:, None].expand(-1, x.scales.shape[1]).contiguous()
+        k = x.scales.shape[1] * block
+        for start in range(0, k, 128):
+            w = operand("bf16", 128, k, seed=0)
+            w.codes = torch.zeros(128, k, dtype=torch.bfloat16)
+            w.codes[torch.arange(128), start + torch.arange(128)] = 1
+            y = gemm(simt, "invariant", x, w)
+            wanted = x.values().float()[:, start : start + 128]
+            poisoned = ~x.values().isfinite().all(1)
+            assert_bytes_equal(y[~poisoned] + 0.0, wanted[~poisoned] + 0.0, format)
+            assert y[poisoned].isnan().all()

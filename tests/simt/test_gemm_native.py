@@ -1,0 +1,87 @@
+"""The native GEMMs on the SIMT machine: within the bound, bitwise on integers, row by row, and refusals on the host."""
+
+import pytest
+import torch
+
+from fp4ext.testing import assert_bytes_equal
+
+from .operands import operand
+from .test_gemm import OFFSETS, check_bound, gemm
+
+NATIVE = ["sm120", "sm100"]
+FORMATS = ["nvfp4", "mxfp8"]
+SHAPES = [(1, 1, 128), (3, 130, 256), (130, 5, 384), (129, 140, 1152)]
+
+
+@pytest.mark.parametrize("kernel", NATIVE)
+@pytest.mark.parametrize("format", FORMATS)
+def test_within_the_bound(simt, kernel, format):
+    for i, (m, n, k) in enumerate(SHAPES):
+        k -= 64 if format == "nvfp4" and i % 2 else 0
+        x, w = operand(format, m, k, seed=i, outer="row"), operand(format, n, k, seed=70 + i)
+        simt.configure(seed=i, asynchronous=simt.MODES[i % 3], truncate=i % 2 == 1)
+        check_bound(gemm(simt, kernel, x, w), x, w, truncate=i % 2 == 1)
+
+
+@pytest.mark.parametrize("kernel", NATIVE)
+@pytest.mark.parametrize("format", FORMATS)
+def test_integers_are_exact(simt, kernel, format):
+    """What the self-test of the first launch asks of a device: the CPU's bits."""
+    x, w = operand(format, 70, 1280, seed=1, integers=True), operand(format, 140, 1280, seed=2, integers=True)
+    bias = torch.arange(140).float()
+    for out_dtype in ("float32", "bfloat16"):
+        y = gemm(simt, kernel, x, w, bias, None, out_dtype)
+        wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, bias, out_dtype, "invariant", "cpu")
+        assert_bytes_equal(y, wanted, f"{kernel} {format} {out_dtype}")
+
+
+@pytest.mark.parametrize("kernel", NATIVE)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_depends_on_itself_alone(simt, kernel, format):
+    x, w = operand(format, 140, 1152, seed=5, outer="row"), operand(format, 24, 1152, seed=6)
+    whole = gemm(simt, kernel, x, w)
+    for rows in (slice(0, 1), slice(139, 140), slice(5, 22), torch.randperm(140)[:130]):
+        assert_bytes_equal(gemm(simt, kernel, x[rows], w), whole[rows], f"{rows}")
+
+
+@pytest.mark.parametrize("kernel", NATIVE)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("offsets", OFFSETS, ids=str)
+def test_grouped(simt, kernel, format, offsets):
+    """Empty experts and rows of nobody (fault 8); each expert's rows as if it were alone."""
+    experts, rows = len(offsets), offsets[-1] + 2
+    x, w = operand(format, rows, 256, seed=7), operand(format, experts, 160, 256, seed=8, outer="row")
+    y = gemm(simt, kernel, x, w, None, torch.tensor(offsets, dtype=torch.int32))
+    start = 0
+    for e, end in enumerate(offsets):
+        if end > start:
+            assert_bytes_equal(y[start:end], gemm(simt, kernel, x[start:end], w[e]), f"expert {e}")
+        start = end
+    assert not y[start:].any(), "rows of nobody are zeros"
+
+
+@pytest.mark.parametrize("kernel", NATIVE)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("schedule", range(3))
+def test_no_schedule_matters(simt, kernel, format, schedule):
+    x, w = operand(format, 20, 1408, seed=15), operand(format, 20, 1408, seed=16)
+    wanted = gemm(simt, kernel, x, w)
+    simt.configure(seed=300 + schedule, asynchronous=simt.MODES[schedule])
+    assert_bytes_equal(gemm(simt, kernel, x, w), wanted, kernel)
+
+
+@pytest.mark.parametrize("kernel", NATIVE)
+@pytest.mark.parametrize("format, nan", [("nvfp4", 0x7F), ("mxfp8", 0xFF)])
+def test_poisoned_blocks_are_nan(simt, kernel, format, nan):
+    x, w = operand(format, 5, 256, seed=11, integers=True), operand(format, 16, 256, seed=12, integers=True)
+    x.scales[2, 3], w.scales[7, 0] = nan, nan
+    wanted = torch.zeros(5, 16, dtype=torch.bool)
+    wanted[2], wanted[:, 7] = True, True
+    assert torch.equal(gemm(simt, kernel, x, w).isnan(), wanted)
+
+
+@pytest.mark.parametrize("kernel", NATIVE)
+def test_what_it_does_not_take(simt, kernel):
+    for x_format, w_format, k in (("nvfp4", "nvfp4", 48), ("nvfp4", "mxfp4", 128), ("mxfp8", "mxfp8_e5m2", 128)):
+        with pytest.raises(RuntimeError, match="does not take"):
+            gemm(simt, kernel, operand(x_format, 4, k, seed=0), operand(w_format, 4, k, seed=0))
