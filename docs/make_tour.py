@@ -217,7 +217,7 @@ Pretraining, backward:
 {ranked(advice.ranked["backward"])}
 
 The proposal in 4 bits is {"the policy `end_to_end`" if advice.policy.pretrain == fp4ext.policies.get("end_to_end").pretrain else "another than `end_to_end`"}: swept scales forward, an unbiased backward of the forward's own operands. A sampler takes the
-forward with a power-of-two outer scale, so that a row's codes do not depend on its batch mates; a trainer in reinforcement learning takes the
+forward with an outer scale for each row of x, so that a row's codes do not depend on its batch mates; a trainer in reinforcement learning takes the
 sampler's operands exactly.
 
 ## What it costs

@@ -24,7 +24,7 @@ from ..policy import Policy
 from ..recipe import Dgrad, Fprop, Recipe, Wgrad
 from ..spec import Spec
 from .calibrate import Here
-from .capture import Layer, Loss, capture, loss_of, plain, under
+from .capture import Layer, Loss, capture, linears, loss_of, plain, under
 from .cost import layer_seconds
 from .layer import HAT, Row, operands, products
 from .machines import Machine
@@ -142,7 +142,7 @@ def advise(
         raise ValueError(f"budget is {budget}; accepted: a relative loss above 0, such as 0.01")
     batches = list(batches)
     with under(model, "end_to_end") as converted:
-        names = list(converted.converted)
+        names = [n for n in linears(model) if n in converted.converted]
     if not names:
         raise ValueError("the model has no layer to convert; accepted: a model with nn.Linear layers")
     step = max(1, -(-len(names) // most))
@@ -211,9 +211,10 @@ def _fault(row: Row) -> bool:
 
 
 def _policy(name: str, fprop: Fprop, pretrain: Recipe) -> Policy:
-    sampler = Recipe(
-        Fprop(*(s and (s.with_(outer="pow2") if s.fmt.has_global_scale else s) for s in (fprop.x, fprop.w)))
-    )
+    def alone(spec: Spec | None, outer: str) -> Spec | None:
+        return spec.with_(outer=outer) if spec and spec.fmt.has_global_scale else spec
+
+    sampler = Recipe(Fprop(alone(fprop.x, "row"), alone(fprop.w, "pow2")))
     return Policy(name, pretrain, sampler, Recipe(sampler.fprop))
 
 
@@ -232,7 +233,7 @@ def _reasons(advice: Advice, chosen: Score, back: Score) -> None:
         advice.why[f"pretrain.{gemm}.from_fprop"] = f"of {hat}, so that it is the gradient of what the forward computed"
     for operand in ("x", "w"):
         advice.why[f"rl_sampler.fprop.{operand}"] = (
-            f"{_said(chosen)} in pretraining's forward; outer pow2, so that a row's codes do not depend on its batch"
+            f"{_said(chosen)} in pretraining's forward; an outer scale that a row's batch mates cannot move"
         )
         advice.why[f"rl_trainer.fprop.{operand}"] = "exactly the sampler's: any difference is off-policy"
 

@@ -63,22 +63,21 @@ class Layer:
 @contextmanager
 def under(model: nn.Module, policy: Policy | str) -> Iterator[Converted]:
     """The model converted by a policy, for a time; afterwards every module is what it was."""
-    before = [(m, m.__class__, dict(m.__dict__)) for m in model.modules() if isinstance(m, nn.Linear)]
+    before = [(m, m.__class__, dict(m.__dict__)) for m in model.modules()]
     try:
         yield convert(model, policy)
     finally:
         for module, kind, attributes in before:
             module.__class__ = kind
-            for name in ("policy", "policy_name", "recipes"):
-                module.__dict__.pop(name, None)
-                if name in attributes:
-                    module.__dict__[name] = attributes[name]
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
 
 
 @contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
     """The model with nothing quantized, for a time."""
-    before = [(m, m.recipes) for m in model.modules() if isinstance(m, Linear)]
+    before = [(m, m.recipes) for m in model.modules() if isinstance(getattr(m, "recipes", None), dict)]
     try:
         for module, _ in before:
             module.recipes = dict.fromkeys(STAGES, Recipe())
@@ -86,6 +85,11 @@ def plain(model: nn.Module) -> Iterator[None]:
     finally:
         for module, recipes in before:
             module.recipes = recipes
+
+
+def linears(model: nn.Module) -> list[str]:
+    """The names of the linear layers that quantize; stacked experts do so too, but are not audited."""
+    return [name for name, module in model.named_modules() if type(module) is Linear]
 
 
 def loss_of(model: nn.Module, batch) -> Tensor:

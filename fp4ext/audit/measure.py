@@ -12,7 +12,7 @@ from .. import policies as known
 from ..linear import Linear
 from ..noise import gradient_noise
 from ..policy import Policy
-from .capture import Layer, Loss, capture, loss_of, plain, under
+from .capture import Layer, Loss, capture, linears, loss_of, plain, under
 from .layer import judge
 from .operand import DRAWS
 from .report import Report
@@ -61,7 +61,8 @@ def audit(
     names: dict[str, list[str]] = {}
     for policy in chosen:
         with under(model, policy) as converted:
-            names[policy.name] = [n for n in converted.converted if policy.recipe("pretrain", n).quantizes]
+            taken = [n for n in linears(model) if n in converted.converted]
+            names[policy.name] = [n for n in taken if policy.recipe("pretrain", n).quantizes]
             report.left[policy.name] = converted.left
     everything = [n for n, m in model.named_modules() if any(n in taken for taken in names.values())]
     with torch.random.fork_rng(devices=[]):

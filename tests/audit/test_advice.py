@@ -14,7 +14,7 @@ MACHINE = machines.get("gb300")
 
 def test_it_reproduces_end_to_end(model, batches, tmp_path):
     """For the demo's model, by measurement: sweep forward, MS-EDEN + sweep on two stages backward, as docs/training.md
-    has it; the sampler's forward with a pow2 outer scale, the trainer on the sampler's operands."""
+    has it; the sampler's forward with an outer scale a row, the trainer on the sampler's operands."""
     advice = advise(model, batches, "error", machine=MACHINE, draws=8, tokens=128, most=3, budget=0.05)
     wanted = policies.get("end_to_end")
     assert advice.policy.pretrain == wanted.pretrain
