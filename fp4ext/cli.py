@@ -156,6 +156,7 @@ def add_pretrain(commands) -> None:
     )
     p.add_argument("--steps", metavar="N", type=_count, help="training steps (default: the preset's)")
     p.add_argument("--batch", metavar="N", type=_count, help="sequences a step (default: the preset's)")
+    p.add_argument("--lr", metavar="X", type=_rate, help="learning rate after the warm-up (default: the preset's)")
     p.add_argument("--seed", metavar="S", type=_seed, help="of weights, batches and rounding (default: 0)")
     p.add_argument("--eval-every", metavar="N", type=_count, help="steps between evaluations (default: the preset's)")
     p.add_argument("--save-every", metavar="N", type=_count, help="steps between checkpoints (default: the preset's)")
@@ -444,6 +445,16 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _count(text: str) -> int:
     return _whole(text, least=1)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number between 0 and 1")
+    return value
 
 
 def _seed(text: str) -> int:

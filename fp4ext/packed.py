@@ -21,6 +21,7 @@ from .policy import check_stage
 from .qtensor import QTensor
 from .quantize import quantize
 from .quantized import QuantizedExperts, QuantizedLinear
+from .spec import Spec
 
 
 def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
@@ -34,19 +35,27 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     """
     check_stage(stage)
     # deepcopy takes what is in the memo for a copy that it has made already, so master weights are never copied.
-    memo = {id(m): _packed(m, stage) for m in model.modules() if _packs(m, stage)}
+    memo = {}
+    for module in model.modules():
+        if isinstance(module, (Linear, Experts)) and module.recipes[stage].fprop.w is not None:
+            recipe = module.recipes[stage]
+            if recipe.needs_rng:
+                why = f"the recipe of stage {stage} is random ({recipe.fprop.w})"
+                raise ValueError(f"{why}; accepted: one that rounds weights to nearest")
+            memo[id(module)] = _quantized(module, recipe.fprop.x, recipe.fprop.w)
     return copy.deepcopy(model, memo).eval().requires_grad_(False)
 
 
 def packed_weights(model: nn.Module) -> list[QTensor]:
     """The matrices that a model holds as codes."""
-    kinds = (QuantizedLinear, QuantizedExperts)
-    return [w for m in model.modules() if isinstance(m, kinds) for w in m.weights]
+    return [w for m in model.modules() if isinstance(m, QUANTIZED) for w in m.weights]
 
 
 @torch.no_grad()
-def refit(packed: nn.Module, model: nn.Module, stage: str = "rl_sampler") -> None:
+def refit(packed: nn.Module, model: nn.Module) -> None:
     """Give a packed copy the present weights of its model, in place: nothing is allocated but one layer's codes.
+
+    The model's layers may be plain, or converted by another policy: weights are quantized as `pack` did.
 
     Raises:
         ValueError: a module of the copy that the model lacks.
@@ -55,25 +64,21 @@ def refit(packed: nn.Module, model: nn.Module, stage: str = "rl_sampler") -> Non
     for name, module in packed.named_modules():
         if name not in modules:
             raise ValueError(f"the model has no {name!r}; accepted: the model that was packed")
-        # A quantized layer's tensors are buffers of the same names, made anew.
-        theirs = _packed(modules[name], stage) if _packs(modules[name], stage) else modules[name]
+        theirs = modules[name]
+        if isinstance(module, QUANTIZED):  # the same buffers, made anew
+            theirs = _quantized(theirs, module.x, module.w)
         for key, t in (module._parameters | module._buffers).items():
             if t is not None:
                 t.copy_((theirs._parameters | theirs._buffers)[key])
 
 
-def _packs(module: nn.Module, stage: str) -> bool:
-    return isinstance(module, (Linear, Experts)) and module.recipes[stage].fprop.w is not None
+QUANTIZED = (QuantizedLinear, QuantizedExperts)
 
 
-def _packed(module: Linear | Experts, stage: str) -> QuantizedLinear | QuantizedExperts:
-    recipe = module.recipes[stage]
-    x, w = recipe.fprop.x, recipe.fprop.w
-    if recipe.needs_rng:
-        raise ValueError(f"the recipe of stage {stage} is random ({w}); accepted: one that rounds weights to nearest")
-    with torch.no_grad():
-        if isinstance(module, Linear):
-            bias = None if module.bias is None else module.bias.detach().clone()
-            return QuantizedLinear(quantize(module.weight, w, role="w"), bias, x)
+@torch.no_grad()
+def _quantized(module: nn.Linear | Experts, x: Spec | None, w: Spec) -> QuantizedLinear | QuantizedExperts:
+    if isinstance(module, Experts):
         stacks = (grouped_quantize(t, w, role="w") for t in (module.gate_up_proj, module.down_proj))
-        return QuantizedExperts(*stacks, x)
+        return QuantizedExperts(*stacks, x, w)
+    bias = None if module.bias is None else module.bias.detach().clone()
+    return QuantizedLinear(quantize(module.weight, w, role="w"), bias, x, w)

@@ -28,6 +28,7 @@ class QuantizedLinear(nn.Module):
         weight: [N, K], any format.
         bias: [N] or None.
         x: how the input is quantized: a Spec; None leaves it as it is (weight-only).
+        w: how the weight was, where that is known: what fp4ext.refit quantizes new weights by.
 
     Input [.., K] in fp32, bf16 or fp16; output [.., N] in the same dtype, or autocast's.
 
@@ -35,7 +36,7 @@ class QuantizedLinear(nn.Module):
         ValueError: a weight that is no matrix, or a bias that does not fit. TypeError: a weight that is no QTensor.
     """
 
-    def __init__(self, weight: QTensor, bias: Tensor | None = None, x: Spec | None = None):
+    def __init__(self, weight: QTensor, bias: Tensor | None = None, x: Spec | None = None, w: Spec | None = None):
         super().__init__()
         if not isinstance(weight, QTensor):
             raise TypeError(f"weight is {type(weight).__name__}; accepted: a QTensor")
@@ -44,7 +45,7 @@ class QuantizedLinear(nn.Module):
         if bias is not None and tuple(bias.shape) != (weight.shape[0],):
             raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},)")
         self.out_features, self.in_features = weight.shape
-        self.format, self.weight_dtype, self.x = weight.format, weight.dtype, x
+        self.format, self.weight_dtype, self.x, self.w = weight.format, weight.dtype, x, w
         _hold(self, "", weight)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
@@ -86,6 +87,7 @@ class QuantizedExperts(nn.Module):
     Args:
         gate_up, down: stacks [E, 2F, K] (gate first) and [E, K, F], of one format each.
         x: how the input of each product is quantized: a Spec; None leaves it as it is.
+        w: how the stacks were, where that is known: what fp4ext.refit quantizes new weights by.
 
     Input: x [T, K] in fp32, bf16 or fp16, rows sorted by expert, and offsets int32 [E], the ends of the experts' rows.
     Output [T, K] in the same dtype, or autocast's; rows past the last offset are zero.
@@ -94,7 +96,7 @@ class QuantizedExperts(nn.Module):
         ValueError: stacks that do not fit together. TypeError: a stack that is no QTensor.
     """
 
-    def __init__(self, gate_up: QTensor, down: QTensor, x: Spec | None = None):
+    def __init__(self, gate_up: QTensor, down: QTensor, x: Spec | None = None, w: Spec | None = None):
         super().__init__()
         for name, stack in (("gate_up", gate_up), ("down", down)):
             if not isinstance(stack, QTensor):
@@ -103,7 +105,7 @@ class QuantizedExperts(nn.Module):
         if len(shapes[0]) != 3 or shapes[1] != (shapes[0][0], shapes[0][2], shapes[0][1] // 2) or shapes[0][1] % 2:
             raise ValueError(f"gate_up is {shapes[0]}, down {shapes[1]}; accepted: [E, 2F, K] and [E, K, F]")
         self.kinds = {"gate_up": (gate_up.format, gate_up.shape), "down": (down.format, down.shape)}
-        self.weight_dtype, self.x = gate_up.dtype, x
+        self.weight_dtype, self.x, self.w = gate_up.dtype, x, w
         _hold(self, "gate_up_", gate_up)
         _hold(self, "down_", down)
 

@@ -155,7 +155,7 @@ MUTANTS = [
     ("a tile takes its turns from the wrong half", "any/quantize_16x16.cu", "(threadIdx.x & 16) + turn", "turn", tiles),
     # emulated GEMM
     ("no barrier between steps", "sm80/gemm_invariant.cu", "close_chunk(total, acc);\n    __syncthreads();", "close_chunk(total, acc);", invariant),
-    ("one pair of tiles instead of two", "sm80/gemm_invariant.cu", "char* tiles = memory + step % 2 * 2 * kTileBytes;", "char* tiles = memory;", invariant),
+    ("one pair of tiles is filled instead of two", "sm80/gemm_invariant.cu", "memory + step % 2 * 2 * kTileBytes;\n    w.store", "memory;\n    w.store", invariant),
     ("the store is not swizzled", "sm80/gemm_invariant.cu", "piece_of(tile, row, first + p)", "(tile + row * 128 + (first + p) * 16)", invariant),
     ("the scale of the other block", "sm80/gemm_invariant.cu", "e2m1_pair(raw.words[p] >> (8 * i), scale[p / 2])", "e2m1_pair(raw.words[p] >> (8 * i), scale[1 - p / 2])", invariant),
     ("staged sums are read at another place", "gemm.cuh", "staged + m * kTile + (n ^ (m / 2 % 4 * 8))", "staged + m * kTile + n", invariant),
