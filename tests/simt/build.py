@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -54,8 +55,8 @@ def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, 
     if not library.exists():
         libdir = Path(torch.__file__).parent / "lib"
         command = ["g++", "-shared", *flags, *map(str, objects), f"-L{libdir}", "-ltorch", "-ltorch_cpu", "-lc10"]
-        _run([*command, "-o", str(library) + ".part"])
-        os.replace(str(library) + ".part", library)
+        _run([*command, "-o", _part(library)])
+        os.replace(_part(library), library)
     return library
 
 
@@ -90,8 +91,8 @@ def _object(path: Path, tree: Path, edits: dict[Path, str], flags: list[str]) ->
     if not out.exists():
         source = tree / path.relative_to(ROOT)
         command = ["g++", "-x", "c++", *flags, *DEFINES, f"-I{tree / 'tests/simt'}", *include, "-c", str(source)]
-        _run([*command, "-o", str(out) + ".part"])
-        os.replace(str(out) + ".part", out)
+        _run([*command, "-o", _part(out)])
+        os.replace(_part(out), out)
     return out
 
 
@@ -111,6 +112,11 @@ def _texts(path: Path, edits: dict[Path, str]) -> list[str]:
                     todo.append(candidate)
                     break
     return sorted(texts)
+
+
+def _part(path: Path) -> str:
+    """Where this thread writes what becomes `path`: another may be making the same."""
+    return f"{path}.{os.getpid()}.{threading.get_ident()}.part"
 
 
 def _hash(*parts: str) -> str:
