@@ -180,32 +180,43 @@ def run_pretrain(args) -> int:
     given = {name: value for name, value in vars(args).items() if value is not None}
     out = Path(args.resume or args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
     again = f"python -m fp4ext pretrain --resume {shlex.quote(str(out))}"
-    try:
+
+    def work():
         if args.resume:
             asked = {name: value for name, value in given.items() if name not in ("command", "run", "resume")}
-            result = train.resume(out, show=show, asked=asked)
-        else:
-            preset = presets.get(args.preset or "tiny").with_(
-                **{name: given[name] for name in ADJUSTABLE if name in given}
-            )
-            options = {
-                name: given[name]
-                for name in ("policies", "data", "seed", "threads", "device", "stats")
-                if name in given
-            }
-            result = train.pretrain(train.Config(preset, **options), out, show=show)
-    except train.Refused as error:
+            return train.resume(out, show=show, asked=asked)
+        changes = {name: given[name] for name in ADJUSTABLE if name in given}
+        preset = presets.get(args.preset or "tiny").with_(**changes)
+        names = ("policies", "data", "seed", "threads", "device", "stats")
+        options = {name: given[name] for name in names if name in given}
+        return train.pretrain(train.Config(preset, **options), out, show=show)
+
+    def begun() -> bool:
+        return checkpoint.latest(out / "checkpoints") is not None
+
+    return _carried_out(work, again, lambda result: display.final_table(result, console), begun)
+
+
+def _carried_out(work, again: str, table, begun=lambda: True) -> int:
+    """Do the work of a run that can be resumed by `again`, print its table. Returns the exit code.
+
+    begun: whether a checkpoint is there to go on from, asked when the disk has given out.
+    """
+    from .train import Refused, Stopped
+
+    try:
+        result = work()
+    except Refused as error:
         fail(str(error))
-    except train.Stopped as error:
-        begun = checkpoint.latest(out / "checkpoints") is not None
-        fail(f"{error}; once there is room: {again if begun else 'the same command'}", code=1)
+    except Stopped as error:
+        fail(f"{error}; once there is room: {again if begun() else 'the same command'}", code=1)
     except KeyboardInterrupt:
         print(f"\nstopped at once; the last checkpoint goes on with: {again}", file=sys.stderr)
         return 130
     if not result.finished:
         print(f"saved after step {result.step}; to go on: {again}")
         return 128 + result.signal
-    display.final_table(result, console)
+    table(result)
     return 0
 
 
@@ -269,7 +280,7 @@ def add_rl(commands) -> None:
 
 def run_rl(args) -> int:
     """The `rl` command."""
-    from .train import Refused, Stopped, rl
+    from .train import rl
     from .train.rl import display
 
     console = _console()
@@ -278,26 +289,16 @@ def run_rl(args) -> int:
     out = Path(args.resume or args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
     again = f"python -m fp4ext rl --resume {shlex.quote(str(out))}"
     options = {name: value for name, value in given.items() if name not in ("command", "run", "resume", "out")}
-    try:
-        if args.resume:
-            if options:
-                names = ", ".join("--from" if name == "source" else f"--{name.replace('_', '-')}" for name in options)
-                fail(f"{names} beside --resume; accepted: --resume alone, which goes on as the run began")
-            result = rl.resume(out, show=show)
-        else:
-            result = rl.reinforce(rl.Config(**options), out, show=show)
-    except Refused as error:
-        fail(str(error))
-    except Stopped as error:
-        fail(f"{error}; once there is room: {again}", code=1)
-    except KeyboardInterrupt:
-        print(f"\nstopped at once; the last checkpoint goes on with: {again}", file=sys.stderr)
-        return 130
-    if not result.finished:
-        print(f"saved after step {result.step}; to go on: {again}")
-        return 128 + result.signal
-    display.final_table(result, console)
-    return 0
+
+    def work():
+        if not args.resume:
+            return rl.reinforce(rl.Config(**options), out, show=show)
+        if options:
+            names = ", ".join("--from" if name == "source" else f"--{name.replace('_', '-')}" for name in options)
+            fail(f"{names} beside --resume; accepted: --resume alone, which goes on as the run began")
+        return rl.resume(out, show=show)
+
+    return _carried_out(work, again, lambda result: display.final_table(result, console))
 
 
 def add_export(commands) -> None:
