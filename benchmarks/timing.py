@@ -81,5 +81,5 @@ def parser(description: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=description)
     p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's threads (default: all cores)")
     p.add_argument("--docs", action="store_true", help="write the tables to docs/measured/ too")
-    p.add_argument("--repeats", type=int, default=7, help="calls of each case; the fastest counts (default 7)")
+    p.add_argument("--repeats", type=int, default=7, help="calls of a case, the fastest counts (default %(default)s)")
     return p
