@@ -29,26 +29,6 @@ def attention(q, k, v, start=None, scale=None):
     return fp4ext.ops.attention(q, k, v, start, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-@pytest.fixture
-def each_isa():
-    before = fp4ext._C.isa()
-
-    def run(f):
-        for isa in fp4ext._C.isas():
-            fp4ext._C.force_isa(isa)
-            yield isa, f()
-
-    yield run
-    fp4ext._C.force_isa(before)
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def check(each_isa, q, k, v, start=None, scale=None):
     wanted = reference.attention(q, k, v, start, scale)
     for isa, y in each_isa(lambda: attention(q, k, v, start, scale)):

@@ -73,26 +73,6 @@ def gemm(x, w, bias=None, out_dtype="float32", **options):
     )
 
 
-@pytest.fixture
-def each_isa():
-    before = fp4ext._C.isa()
-
-    def run(f):
-        for isa in fp4ext._C.isas():
-            fp4ext._C.force_isa(isa)
-            yield isa, f()
-
-    yield run
-    fp4ext._C.force_isa(before)
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def check(each_isa, x, w, bias=None, out_dtype="float32"):
     wanted = reference.gemm(
         x.for_reference(), w.for_reference(), bias, {"float32": torch.float32, "bfloat16": torch.bfloat16}[out_dtype]

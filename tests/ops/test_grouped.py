@@ -58,26 +58,6 @@ def pieces(q):
     return q.codes.contiguous(), q.scales.contiguous(), torch.empty(0) if q.global_scale is None else q.global_scale
 
 
-@pytest.fixture
-def each_isa():
-    before = fp4ext._C.isa()
-
-    def run(f):
-        for isa in fp4ext._C.isas():
-            fp4ext._C.force_isa(isa)
-            yield isa, f()
-
-    yield run
-    fp4ext._C.force_isa(before)
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- quantize ----
 
 

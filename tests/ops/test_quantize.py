@@ -45,14 +45,6 @@ def check(x, spec, axis=-1, role=0):
         fp4ext._C.force_isa(before)
 
 
-@pytest.fixture(params=fp4ext._C.isas())
-def isa(request):
-    before = fp4ext._C.isa()
-    fp4ext._C.force_isa(request.param)
-    yield request.param
-    fp4ext._C.force_isa(before)
-
-
 def test_there_are_many_specs():
     assert len(ALL) > 150
 
