@@ -122,9 +122,9 @@ bool multiply_vector(const uint8_t* x, int64_t x_step, const Operand& w, int64_t
     codes[l] = w.row(c), scales[l] = w.row_scales(c);
   }
   // What this thread reads next, line after line: a few lines of many rows are no pattern that the hardware sees.
-  const int64_t vector_bytes = kLanes * w.bytes(w.pitch);
-  const uint8_t* next = codes[0] + (column + 2 * kLanes <= w.rows ? vector_bytes : 0);
-  const int64_t ahead_scales = column + 2 * kLanes <= w.rows ? kLanes * (w.pitch / w.block) : 0;
+  const bool more = column + 2 * kLanes <= w.rows;
+  const uint8_t* next = codes[0] + (more ? kLanes * w.bytes(w.pitch) : 0);
+  const int64_t ahead_scales = more ? kLanes * (w.pitch / w.block) : 0;
   const VB table = repeat16(kTwiceE2M1Plus12);
   const int64_t blocks = (k + 15) / 16;
   constexpr int64_t kStep = 16 << (kShift - 4), kChunkBlocks = kGemmChunk / 16;  // blocks of 16 scales
@@ -132,10 +132,9 @@ bool multiply_vector(const uint8_t* x, int64_t x_step, const Operand& w, int64_t
   for (int r = 0; r < R; ++r) acc[r] = VF(0.0f);
   VB largest = VB{};
   for (int64_t b0 = 0; b0 < blocks; b0 += kStep) {
-    for (int l = 0; l < kLanes; ++l) {
-      if (b0 % (4 * kStep) == 0) __builtin_prefetch(scales[l] + (b0 * 16 >> kShift) + ahead_scales, 0, 2);
-    }
     const int64_t first_scale = b0 * 16 >> kShift;
+    if (b0 % (4 * kStep) == 0)
+      for (int l = 0; l < kLanes; ++l) __builtin_prefetch(scales[l] + first_scale + ahead_scales);
     Scales s;
     s.load(scales, first_scale, ((blocks * 16 + (1 << kShift) - 1) >> kShift) - first_scale);
     const auto quarter = [&](int q) {  // four scales
@@ -149,7 +148,7 @@ bool multiply_vector(const uint8_t* x, int64_t x_step, const Operand& w, int64_t
         if (b >= blocks) return;
         const VF scale[2] = {value[2 * i * 16 >> kShift], value[(2 * i + 1) * 16 >> kShift]};
         const bool both = b + 1 < blocks;
-        for (int line = 0; line < 16 * kLanes; line += 64) __builtin_prefetch(next + b * 8 * kLanes + line, 0, 2);
+        for (int line = 0; line < 16 * kLanes; line += 64) __builtin_prefetch(next + b * 8 * kLanes + line);
         uint8_t tail[kLanes][16];
         const uint8_t* tails[kLanes];
         if (!both)  // the last 8 bytes of a row, perhaps of the tensor
