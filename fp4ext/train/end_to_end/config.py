@@ -42,7 +42,7 @@ class Config:
     policy: str = "end_to_end"
     arms: Sequence[str] = ("matched", "mismatched")
     steps: int | None = None
-    rl_steps: int = 60
+    rl_steps: int = 50
     lr: float = 5e-4
     prompts: int = 32
     group: int = 8
@@ -55,6 +55,7 @@ class Config:
         preset = presets.get(self.preset)
         put("preset", preset.with_(steps=self.steps) if self.steps else preset)
         put("steps", self.preset.steps)
+        task.load(self.task)
         put("task", task.absolute(self.task))
         before, after = self.pretraining(), self.reinforcing()
         put("policies", before.policies)
