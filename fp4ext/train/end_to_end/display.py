@@ -74,9 +74,6 @@ class Bars(Stages):
     def done(self, stage: str, said: str, seconds: float) -> None:
         self.close()
         self.said[stage] = said, seconds
-        if stage == self.stages[-1]:
-            self.running = None
-            self.console.print(self)
 
     def display(self, stage: str):
         return (rl_display if stage == "rl" else display).Bars(self.console, above=self)
