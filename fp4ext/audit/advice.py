@@ -176,10 +176,10 @@ def _scores(candidates, which, layers: list[Layer], machine, draws, goal, progre
         progress(f"{which}: {key}", i, len(candidates))
         scores.append(_score(key, recipe, which, layers, machine, draws))
     order = {
-        "error": lambda s: (bool(s.faults), s.error),
-        "bias": lambda s: (bool(s.faults), s.drift if s.drift > DRIFT else 0.0, s.error),
-        "speed": lambda s: (bool(s.faults), s.seconds),
-        "memory": lambda s: (bool(s.faults), s.bits, s.error),
+        "error": lambda s: (len(s.faults), s.error),
+        "bias": lambda s: (len(s.faults), s.drift if s.drift > DRIFT else 0.0, s.error),
+        "speed": lambda s: (len(s.faults), s.seconds),
+        "memory": lambda s: (len(s.faults), s.bits, s.error),
     }[goal]
     return sorted(scores, key=order)
 
