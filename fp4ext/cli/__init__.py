@@ -12,6 +12,7 @@ from .arguments import Parser, fail
 from .audit import add_audit, add_cost, add_explain
 from .backends import add_backends
 from .checkpoints import add_convert, add_export, add_inspect
+from .end_to_end import add_end_to_end
 from .pretrain import add_pretrain
 from .rl import add_rl
 
@@ -19,6 +20,7 @@ EXAMPLES = """\
 python -m fp4ext pretrain                    train a small transformer in BF16 and in 4 bits, side by side
 python -m fp4ext pretrain --help             its options, with examples
 python -m fp4ext rl                          reinforce it on a task: 4-bit sampler, trainer that agrees with it
+python -m fp4ext end-to-end                  both, then a 4-bit checkpoint, read back: the four stages in one command
 python -m fp4ext audit runs/demo              tell noise from drift in its model, and propose a policy
 python -m fp4ext cost --help                 what a run takes on a machine, and which term binds
 python -m fp4ext explain 3.2 --grid 3,4       what rounding does once, and a thousand times
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for add in (
         add_pretrain,
         add_rl,
+        add_end_to_end,
         add_export,
         add_inspect,
         add_convert,

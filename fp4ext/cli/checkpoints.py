@@ -65,13 +65,12 @@ def run_export(args) -> int:
         wanted = args.include is None or any(fnmatchcase(name, pattern) for pattern in args.include)
         return wanted and not any(fnmatchcase(name, pattern) for pattern in args.exclude or ())
 
-    source, policy = Path(args.source), args.policy
+    source, policy, config = Path(args.source), args.policy, None
     if (source / "checkpoints").is_dir():
-        source, trained = _weights_of_run(source, args.arm)
-        policy = policy or (trained if trained != "bf16" else None)
+        source, policy, config = _of_run(source, args.arm, policy)
     elif args.arm:
         fail(f"--arm {args.arm}: {source} is no run; accepted: without --arm, or the directory of a run")
-    return _written(args, "save", source, policy=policy, filter=chosen, like=args.like)
+    return _written(args, "save", source, policy=policy, filter=chosen, like=args.like, config=config)
 
 
 def add_inspect(commands) -> None:
@@ -133,20 +132,13 @@ def _written(args, verb: str, source: Path, **how) -> int:
     return 0
 
 
-def _weights_of_run(run: Path, arm: str | None) -> tuple[Path, str]:
-    """The newest weights of a run's arm, and its policy."""
-    from ..train import checkpoint
+def _of_run(run: Path, arm: str | None, policy: str | None):
+    """A run's model, the policy to write it by, and its config.json."""
+    from .. import policies
+    from ..train import exported
 
-    step = checkpoint.latest(run / "checkpoints")
-    files = sorted(step.glob("*.weights.safetensors")) if step else []
-    arms = {path.name.removesuffix(".weights.safetensors"): path for path in files}
-    if not arms:
-        fail(f"{run}: no checkpoint in it yet; accepted: a run that has saved one")
-    if arm is None:
-        from ..train.run import read_config
-
-        order = read_config(run)["run"]["policies"]
-        arm = next((name for name in reversed(order) if name in arms), next(iter(arms)))
-    if arm not in arms:
-        fail(f"--arm {arm}: not in {run}; accepted: {', '.join(arms)}")
-    return arms[arm], arm
+    taken = exported.of_run(run, arm)
+    by = taken.policy or policies.get("end_to_end")
+    if policy is not None:
+        by = policies.get(policy) if policy in policies.names() or policy.endswith((".toml", ".json")) else None
+    return taken.model, policy or by, taken.config(by)

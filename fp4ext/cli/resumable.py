@@ -10,6 +10,7 @@ from .arguments import fail
 def carried_out(work, again: str, table, begun=lambda: True) -> int:
     """Do the work of a run that can be resumed by `again`, print its table. Returns the exit code.
 
+    table: prints the result; may return another exit code than 0.
     begun: whether a checkpoint is there to go on from, asked when the disk has given out.
     """
     from ..train import Refused, Stopped
@@ -24,7 +25,6 @@ def carried_out(work, again: str, table, begun=lambda: True) -> int:
         print(f"\nstopped at once; the last checkpoint goes on with: {again}", file=sys.stderr)
         return 130
     if not result.finished:
-        print(f"saved after step {result.step}; to go on: {again}")
+        print(f"saved after {result.at}; to go on: {again}")
         return 128 + result.signal
-    table(result)
-    return 0
+    return table(result) or 0

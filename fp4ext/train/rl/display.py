@@ -57,7 +57,7 @@ class Bars(display.Bars):
                 if key in line:
                     arm[key] = max(line[key], arm.get(key, 0)) if key.endswith("max_abs_d") else line[key]
         self.progress.update(self.task, completed=done)
-        self.live.update(self._view())
+        self.live.update(self._drawn())
 
     def _view(self):
         from rich.console import Group
