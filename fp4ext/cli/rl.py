@@ -46,7 +46,7 @@ def add_rl(commands) -> None:
     p.add_argument("--from", metavar="RUN", dest="source", help="a pretraining run (default: make one first)")
     p.add_argument("--task", metavar="NAME", help="arithmetic, or FILE.py (default: what the run learned)")
     p.add_argument("--arms", metavar="A,B,…", type=names, help="comma-separated (default: bf16,mismatched,matched)")
-    p.add_argument("--policy", metavar="NAME", help="whose 4 bits (default: end_to_end)")
+    p.add_argument("--policy", metavar="NAME", help="whose 4 bits: a name or a file (default: end_to_end)")
     p.add_argument("--steps", metavar="N", type=count, help="updates of the policy (default: 100)")
     p.add_argument("--prompts", metavar="N", type=count, help="prompts a step (default: 32)")
     p.add_argument("--group", metavar="N", type=count, help="completions of each prompt (default: 8)")

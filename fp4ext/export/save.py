@@ -27,7 +27,7 @@ from .plan import Filter, Plan, chooser
 from .progress import Bar
 from .source import Source, source_of
 from .stored import Stored, check_scales
-from .writer import SHARD, Writer, check_target
+from .writer import SHARD, Writer, check_room, check_target
 
 
 @dataclass
@@ -110,8 +110,8 @@ def save(
         A Report of what was quantized, what was left, and what the layout could not keep.
 
     Raises:
-        Refused: a source or a request that cannot be used; nothing is written. OSError: the disk gave out; the target
-            is as it was.
+        Refused: a source or a request that cannot be used, or a disk without room; nothing is written. OSError: the
+            disk gave out; the target is as it was.
     """
     layout, folder = layouts.get(layout), Path(folder)
     check_target(folder, overwrite)
@@ -122,6 +122,7 @@ def save(
         src = source_of(source, scratch)
         src.config = src.config if config is None else dict(config)
         plan = Plan(src, layout, chooser(policy, layout, src), filter, requantize)
+        check_room(folder, plan.bytes)
         report = Report(layout.name, folder, left=plan.left, was=sum(map(src.nbytes, plan.names)))
         job = _Job(src, layout, plan, like, input_amax or {}, report)
         with Bar(report.was, progress) as bar, Writer(folder, shard, overwrite) as writer:

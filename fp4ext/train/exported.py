@@ -82,7 +82,7 @@ def of_run(path: str | Path, arm: str | None = None) -> Taken:
     kv_cache, pretrained = "bf16", path
     if reinforced:
         config = RlConfig.from_dict(settings["run"])
-        policy, kv_cache = choose(arm, config.policy).sampler, config.kv_cache
+        policy, kv_cache = choose(arm, config.chosen).sampler, config.kv_cache
         pretrained = Path(config.source) if config.source else path / "start"
         settings = run.read_config(pretrained)
     config = Config.from_dict(settings["run"], settings["data"]["paths"])

@@ -70,7 +70,7 @@ class Learner:
     """
 
     def __init__(self, name: str, config: Config, shape: Shape, weights: dict[str, Tensor], kind: str = "transformer"):
-        self.policy, self.config, self.choice = name, config, choose(name, config.policy)
+        self.policy, self.config, self.choice = name, config, choose(name, config.chosen)
         self.task = task.load(config.task)
         build = lambda policy: models.build(kind, shape, weights, policy, config.kv_cache)  # noqa: E731
         self.model = build(self.choice.trainer)

@@ -122,7 +122,7 @@ def _with_task(config: Config, begin: Start | None) -> Config:
         raise Refused(f"--from {begin.path}: pretrained on text, not on a task; accepted: --task {tasks} or FILE.py")
     if begin:
         check_fits(name, begin.shape.context, config.seed, f" by {begin.path}")
-    return Config(**(config.as_dict() | {"task": name}))
+    return Config(**(config.as_dict() | {"task": name, "file": config.file}))
 
 
 def check_fits(name: str, context: int, seed: int, where: str = "") -> None:
@@ -158,7 +158,12 @@ def _go_on(directory: run.Run, config: Config, begin: Start | None, loaded, show
 def _pretrained(path: Path, config: Config, show) -> Start | Result:
     """A start for a run that was given none: pretraining in 4 bits on the task's text, resumed where it was stopped."""
     settings = PretrainConfig(
-        "task", policies=[config.policy], data=[TASK + config.task], seed=config.seed, threads=config.threads
+        "task",
+        policies=[config.policy],
+        own=dict(config.own),
+        data=[TASK + config.task],
+        seed=config.seed,
+        threads=config.threads,
     )
     begun = checkpoint.latest(path / "checkpoints") is not None
     if not (path / "result.json").exists():
