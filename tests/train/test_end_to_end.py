@@ -12,6 +12,7 @@ from fp4ext.export.writer import Writer
 from fp4ext.testing import assert_bytes_equal
 from fp4ext.train import Refused, Shape, checkpoint, exported, presets
 from fp4ext.train.end_to_end import Config, Result, end_to_end, loop, resume
+from fp4ext.train.end_to_end.config import command
 from fp4ext.train.end_to_end.display import Lines, Stages
 from fp4ext.train.sampler import Request, Sampler
 
@@ -238,6 +239,18 @@ def test_another_run_is_left_alone(whole, job, tmp_path):
         end_to_end(job(), whole[0].out)
     with pytest.raises(Refused, match="holds a run of another configuration .*rl_steps: 3, now 4"):
         end_to_end(job(rl_steps=4), whole[0].out)
+
+
+def test_a_policy_of_ones_own(tmp_path):
+    """By its file, from the first stage to the config of the last; the command names the file."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text('name = "mine"\n[pretrain.fprop]\nx = "nvfp4/sweep"\nw = "nvfp4/sweep"\n')
+    config = Config(policies=f"bf16,{mine}", policy=str(mine))
+    assert (config.policies, config.policy) == (("bf16", "mine"), "mine")
+    assert config.reinforcing().chosen == config.pretraining().policy("mine")
+    assert f"--policies bf16,{mine} --policy {mine} " in command(config)
+    mine.unlink()
+    assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
 
 
 def test_presets_fit_the_task():
