@@ -66,9 +66,21 @@ class Experts(nn.Module):
         self.recipes = self.policy.recipes(self.policy_name, step)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        recipe = self.recipes[current_stage()]
-        h = swiglu(grouped_linear(x, self.gate_up_proj, offsets, recipe))
-        return grouped_linear(h, self.down_proj, offsets, recipe)
+        h = swiglu(self.product(x, "gate_up_proj", offsets))
+        return self.product(h, "down_proj", offsets)
+
+    def product(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
+        """x times one of the stacks, by the stage's recipe: what an audit watches."""
+        return grouped_linear(x, self.stack(name), offsets, self.recipes[current_stage()])
+
+    def stack(self, name: str) -> Tensor:
+        """gate_up_proj or down_proj as [E, N, K]."""
+        return getattr(self, name)
+
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """The names of the two stacks, in the order of their products."""
+        return "gate_up_proj", "down_proj"
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape

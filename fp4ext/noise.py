@@ -18,7 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .experts import Experts
 from .linear import Linear
+from .stacked import Stacked
 
 SQRT3 = math.sqrt(3)
 
@@ -33,14 +35,15 @@ def gradient_noise(model: nn.Module, loss: Callable[[], Tensor], warn: bool = Tr
         warn: warn of the layers under √3.
 
     Returns:
-        Layer name → ratio; inf where the backward has no noise. Layers whose weights need no gradient are left out.
+        Layer name → ratio, and for experts the name of each of their two stacks; inf where the backward has no noise.
+        Layers whose weights need no gradient are left out.
 
     Raises:
         ValueError: no layer of the model is converted.
     """
-    layers = {name: m.weight for name, m in model.named_modules() if isinstance(m, Linear) and m.weight.requires_grad}
+    layers = {name: w for name, w in weights(model).items() if w.requires_grad}
     if not layers:
-        raise ValueError("the model has no fp4ext.Linear whose weight needs a gradient; accepted: a converted model")
+        raise ValueError("the model has no converted layer whose weight needs a gradient; accepted: a converted model")
     first, second = (torch.autograd.grad(loss(), list(layers.values())) for _ in range(2))
     ratios = {name: _ratio(a.double(), b.double()) for name, a, b in zip(layers, first, second, strict=True)}
     under = {name: ratio for name, ratio in ratios.items() if ratio < SQRT3}
@@ -52,6 +55,17 @@ def gradient_noise(model: nn.Module, loss: Callable[[], Tensor], warn: bool = Tr
             stacklevel=2,
         )
     return ratios
+
+
+def weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of converted layers, [N, K] by the layer's name, stacks of experts by "layer.parameter"."""
+    found: dict[str, nn.Parameter] = {}
+    for name, m in model.named_modules():
+        if isinstance(m, Linear):
+            found[name] = m.weight
+        elif isinstance(m, (Experts, Stacked)):
+            found |= {f"{name}.{stack}" if name else stack: getattr(m, stack) for stack in m.stacks}
+    return found
 
 
 def _ratio(a: Tensor, b: Tensor) -> float:

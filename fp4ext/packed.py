@@ -28,7 +28,7 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     """A copy of the model, in eval mode and without gradients, whose converted layers are quantized.
 
     fp4ext.Linear becomes QuantizedLinear, fp4ext.Experts QuantizedExperts. Layers whose recipe quantizes no weights in
-    that stage are copied as they are.
+    that stage are copied as they are. Hooks on a forward stay where they are.
 
     Raises:
         ValueError: an unknown stage, a recipe that rounds weights at random.
@@ -43,6 +43,8 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
                 why = f"the recipe of stage {stage} is random ({recipe.fprop.w})"
                 raise ValueError(f"{why}; accepted: one that rounds weights to nearest")
             memo[id(module)] = _quantized(module, recipe.fprop.x, recipe.fprop.w)
+            for hooks in HOOKS:
+                setattr(memo[id(module)], hooks, copy.copy(getattr(module, hooks)))
     return copy.deepcopy(model, memo).eval().requires_grad_(False)
 
 
@@ -73,6 +75,8 @@ def refit(packed: nn.Module, model: nn.Module) -> None:
 
 
 QUANTIZED = (QuantizedLinear, QuantizedExperts)
+HOOKS = [f"_forward_{kind}" for kind in ("hooks", "hooks_with_kwargs", "hooks_always_called")]
+HOOKS += [f"_forward_pre_{kind}" for kind in ("hooks", "hooks_with_kwargs")]
 
 
 @torch.no_grad()

@@ -22,8 +22,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from .experts import Experts, grouped_linear
-from .policy import current_stage
+from .experts import Experts
 
 RECORDED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
 
@@ -32,10 +31,10 @@ class Stacked:
     """What is mixed into a class of experts of transformers. `convert` and `revert` change classes; nobody else does.
 
     Attributes:
-        policy, policy_name, recipes: as in Experts.
+        policy, policy_name, recipes, product: as in Experts.
     """
 
-    set_policy, set_step = Experts.set_policy, Experts.set_step
+    set_policy, set_step, product = Experts.set_policy, Experts.set_step, Experts.product
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         (tokens, top_k), x = top_k_index.shape, hidden_states
@@ -43,8 +42,10 @@ class Stacked:
         offsets = chosen.bincount(minlength=self.num_experts).cumsum(0).to(torch.int32)
         # Expanded and permuted, not gathered: the backward then has no sum whose order is open.
         rows = x[:, None].expand(-1, top_k, -1).flatten(0, 1)[order]
-        h = self._product(rows, "gate_up_proj" if self.has_gate else "up_proj", chosen, offsets)
-        y = self._product(self._apply_gate(h) if self.has_gate else self.act_fn(h), "down_proj", chosen, offsets)
+        up, down = self.stacks
+        h = self._biased(self.product(rows, up, offsets), up, chosen)
+        y = self.product(self._apply_gate(h) if self.has_gate else self.act_fn(h), down, offsets)
+        y = self._biased(y, down, chosen)
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
         y = y[order.argsort()].view(tokens, top_k, -1).float() * top_k_weights.float()[..., None]
@@ -53,9 +54,17 @@ class Stacked:
             total = total + part
         return total.to(x.dtype)
 
-    def _product(self, rows: Tensor, name: str, chosen: Tensor, offsets: Tensor) -> Tensor:
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """The names of the two stacks, in the order of their products."""
+        return names_of_stacks(self)
+
+    def stack(self, name: str) -> Tensor:
+        """One of them as [E, N, K]."""
         w = getattr(self, name)
-        y = grouped_linear(rows, w.mT if self.is_transposed else w, offsets, self.recipes[current_stage()])
+        return w.mT if self.is_transposed else w
+
+    def _biased(self, y: Tensor, name: str, chosen: Tensor) -> Tensor:
         return y + getattr(self, f"{name}_bias").index_select(0, chosen) if self.has_bias else y
 
     def extra_repr(self) -> str:
@@ -75,7 +84,7 @@ def why_not(module: nn.Module) -> str | None:
     """Why stacked experts cannot be converted; None: they can."""
     if getattr(module, "_is_expert_parallel", False):
         return "its experts are spread over processes"
-    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    names = [*names_of_stacks(module)]
     if module.has_bias:
         names += [f"{name}_bias" for name in names]
     own = dict(module.named_parameters(recurse=False))
@@ -83,6 +92,11 @@ def why_not(module: nn.Module) -> str | None:
     if missing:
         return f"{type(module).__name__} has no {', '.join(missing)}"
     return None
+
+
+def names_of_stacks(module: nn.Module) -> tuple[str, str]:
+    """What transformers' experts, converted or not, call their two stacks."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 def swap(module: nn.Module) -> None:

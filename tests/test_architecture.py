@@ -39,7 +39,6 @@ ORDER = """
     fp4ext
     audit export
     train
-    cli_audit
     cli
     __main__
 """
@@ -174,7 +173,7 @@ def test_every_module_and_every_public_thing_is_documented(path):
         return
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), f"{path} has no docstring"
-    if room(path) in ("train", "cli", "cli_audit"):
+    if room(path) in ("train", "cli"):
         return
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
@@ -196,5 +195,5 @@ def test_the_public_face():
 def test_importing_the_package_is_light():
     """It pulls in neither the tests' room nor the workloads."""
     for path in PACKAGE.glob("*.py"):
-        if room(path) not in ("cli", "cli_audit", "__main__"):
+        if room(path) != "__main__":
             assert not imports(path) & {"train", "testing", "reference"}, path

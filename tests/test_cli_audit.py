@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fp4ext import cli, policies
-from fp4ext.cli_audit import number, share
+from fp4ext.cli.arguments import number, share
 from fp4ext.train import pretrain
 
 from .audit.conftest import PRESET, one_thread  # noqa: F401  (one thread here too)

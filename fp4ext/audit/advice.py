@@ -24,7 +24,7 @@ from ..policy import Policy
 from ..recipe import Dgrad, Fprop, Recipe, Wgrad
 from ..spec import Spec
 from .calibrate import Here
-from .capture import Layer, Loss, capture, linears, loss_of, plain, under
+from .capture import Layer, Loss, capture, layers_of, loss_of, plain, under
 from .cost import layer_seconds
 from .layer import HAT, Row, operands, products
 from .machines import Machine
@@ -72,7 +72,7 @@ class Score:
     Attributes:
         error: mean relative MSE of the products (y; dx and dw), of one draw.
         drift: mean floor of the products: what no average removes. Zero in a forward, which is judged by its error.
-        faults: layers in which its operands or products drift, saturate or underflow.
+        faults: modules in which its operands or products drift, saturate or underflow.
         seconds: of the stage's GEMMs and quantizers for one token of all layers.
         bits: stored bits an element: of weights (forward), of activations saved for backward.
     """
@@ -130,7 +130,7 @@ def advise(
         machine: what the time is priced on.
         budget: relative increase of the loss on the batches that is allowed; layers leave 4 bits, the costliest in loss
             first, until it is kept.
-        most: layers that are measured, spread over the model.
+        most: layers that are measured, spread over the model; experts are two.
         name: of the policy.
 
     Raises:
@@ -142,14 +142,14 @@ def advise(
         raise ValueError(f"budget is {budget}; accepted: a relative loss above 0, such as 0.01")
     batches = list(batches)
     with under(model, "end_to_end") as converted:
-        names = [n for n in linears(model) if n in converted.converted]
+        names = {n: module for n, module in layers_of(model).items() if module in converted.converted}
     if not names:
-        raise ValueError("the model has no layer to convert; accepted: a model with nn.Linear layers")
+        raise ValueError("the model has no layer to convert; accepted: a model with nn.Linear layers or experts")
     step = max(1, -(-len(names) // most))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         progress("running the batches", 0, 1)
-        layers = list(capture(model, batches, names[::step], loss, tokens).values())
+        layers = list(capture(model, batches, list(names)[::step], loss, tokens).values())
         forward = _scores(FORWARD, "fprop", layers, machine, draws, goal, progress)
         chosen = next(s for s in forward if s.name not in ("bf16", "mxfp8"))
         fprop = FORWARD[chosen.name].fprop
@@ -160,7 +160,7 @@ def advise(
         advice.ranked = {"forward": forward, "backward": backward}
         _reasons(advice, chosen, back)
         _exceptions(advice, back)
-        _keep_budget(advice, model, batches, loss, names, budget, progress)
+        _keep_budget(advice, model, batches, loss, list(dict.fromkeys(names.values())), budget, progress)
     return advice
 
 
@@ -176,16 +176,17 @@ def _scores(candidates, which, layers: list[Layer], machine, draws, goal, progre
         progress(f"{which}: {key}", i, len(candidates))
         scores.append(_score(key, recipe, which, layers, machine, draws))
     order = {
-        "error": lambda s: (bool(s.faults), s.error),
-        "bias": lambda s: (bool(s.faults), s.drift if s.drift > DRIFT else 0.0, s.error),
-        "speed": lambda s: (bool(s.faults), s.seconds),
-        "memory": lambda s: (bool(s.faults), s.bits, s.error),
+        "error": lambda s: (len(s.faults), s.error),
+        "bias": lambda s: (len(s.faults), s.drift if s.drift > DRIFT else 0.0, s.error),
+        "speed": lambda s: (len(s.faults), s.seconds),
+        "memory": lambda s: (len(s.faults), s.bits, s.error),
     }[goal]
     return sorted(scores, key=order)
 
 
 def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine, draws: int) -> Score:
-    error, drift, faulty, spent, tokens = [], [], [], 0.0, 0
+    error, drift, faulty, spent = [], [], [], 0.0
+    tokens = min((layer.tokens for layer in layers), default=0)  # experts have rows for each of a token's choices
     for layer in layers:
         rows = [*operands(layer, recipe, draws), *products(layer, recipe, draws)]
         mine = [row for row in rows if (row.gemm == "fprop") == (which == "fprop")]
@@ -194,14 +195,13 @@ def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine, d
         if which == "backward":
             drift += [max(row.measured.law.floor.mean, 0.0) for row in made]
         if any(_fault(row) for row in mine):
-            faulty.append(layer.name)
-        t, (n, k) = max(layer.tokens, 128), layer.shape
+            faulty.append(layer.module)
+        t, (n, k) = max(layer.tokens // layer.experts, 128), layer.shape
         ops = [op for op in of_layer(recipe, t, n, k) if (op.gemm == "fprop") == (which == "fprop")]
-        spent += layer_seconds(ops, machine)
-        tokens = t
+        spent += layer.tokens / max(1, tokens) * layer_seconds(ops, machine) / t
     bits = recipe.weight_bits if which == "fprop" else recipe.saved_activation_bits
     mean_drift = statistics.fmean(drift) if drift else 0.0
-    return Score(key, statistics.fmean(error), mean_drift, tuple(faulty), spent / max(1, tokens), bits)
+    return Score(key, statistics.fmean(error), mean_drift, tuple(dict.fromkeys(faulty)), spent, bits)
 
 
 def _fault(row: Row) -> bool:

@@ -1,6 +1,9 @@
-"""capture: what each linear layer reads and is told, on some batches: x [T, K] and dy [T, N], in plain arithmetic.
+"""capture: what each layer reads and is told, on some batches: x [T, K] and dy [T, N], in plain arithmetic.
 
 All policies are then judged on the same tensors, and a layer that quantizes badly can't spoil what its neighbours see.
+
+The experts of a mixture are two layers, one a stack of weights, by the name of the parameter: "mlp.experts.down_proj".
+Their rows stay sorted by expert.
 """
 
 from __future__ import annotations
@@ -12,44 +15,70 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..convert import Filter, convert
 from ..convert import Report as Converted
-from ..convert import convert
-from ..linear import Linear
+from ..experts import Experts, grouped_linear
+from ..linear import Linear, linear
 from ..policy import STAGES, Policy
 from ..recipe import Recipe
+from ..stacked import Stacked
 
 Loss = Callable[[nn.Module, object], Tensor]
+MANY = 8  # times the tokens kept of a linear layer are kept of a layer of so many experts or more
+BARE = Policy("bare", keep=())
 
 
 @dataclass
 class Layer:
-    """What one linear layer saw.
+    """What one linear layer, or one of the two layers that experts are, saw.
 
     Attributes:
-        name: of the module.
+        name: of the layer. module: of the module that it belongs to, by which a policy chooses.
         x, dy: sampled tokens of all batches, [T, K] and [T, N], rounded to `dtype` as autocast does; fp32 on the CPU,
             where they are judged, whatever the model's device.
-        w: the weight [N, K], fp32.
-        tokens: how many tokens a batch brought, before sampling.
+        w: the weight [N, K], or a stack of experts' [E, N, K], fp32.
+        offsets: int32 [E], the ends of the experts' rows in x and dy; None for a linear layer.
+        tokens: how many rows the batches brought, before sampling.
         channels: largest magnitude of each channel of x, over all tokens.
         amax: for "x" and "dy", the largest magnitude in each batch.
         non_finite: for "x" and "dy", how many values of all batches were not finite.
     """
 
     name: str
+    module: str
     w: Tensor
+    offsets: Tensor | None = None
     x: Tensor | None = None
     dy: Tensor | None = None
     tokens: int = 0
     channels: Tensor | None = None
     amax: dict[str, list[float]] = field(default_factory=lambda: {"x": [], "dy": []})
     non_finite: dict[str, int] = field(default_factory=lambda: {"x": 0, "dy": 0})
-    parts: dict[str, list[Tensor]] = field(default_factory=lambda: {"x": [], "dy": []})
+    parts: dict[str, list[Tensor]] = field(default_factory=lambda: {"x": [], "dy": [], "expert": []})
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return tuple(self.w.shape)
+        return tuple(self.w.shape[-2:])
+
+    @property
+    def experts(self) -> int:
+        """How many matrices it has."""
+        return 1 if self.offsets is None else len(self.w)
+
+    def each(self, t: Tensor) -> list[Tensor]:
+        """Of x, dy or w the part of each expert, which is quantized by itself; all of it for a linear layer."""
+        if self.offsets is None:
+            return [t]
+        if t.dim() == 3:
+            return list(t)
+        return list(t.tensor_split(self.offsets[:-1].tolist()))
+
+    def product(self, x: Tensor, w: Tensor, recipe: Recipe) -> Tensor:
+        """y by the layer's own code."""
+        if self.offsets is None:
+            return linear(x, w, None, recipe)
+        return grouped_linear(x, w, self.offsets, recipe)
 
     def outlier_channels(self, times: float = 20.0) -> list[tuple[int, float]]:
         """(channel of x, its amax over the median channel's) of those beyond `times` it, largest first."""
@@ -61,11 +90,11 @@ class Layer:
 
 
 @contextmanager
-def under(model: nn.Module, policy: Policy | str) -> Iterator[Converted]:
+def under(model: nn.Module, policy: Policy | str, filter: Filter | None = None) -> Iterator[Converted]:
     """The model converted by a policy, for a time; afterwards every module is what it was."""
     before = [(m, m.__class__, dict(m.__dict__)) for m in model.modules()]
     try:
-        yield convert(model, policy)
+        yield convert(model, policy, filter)
     finally:
         for module, kind, attributes in before:
             module.__class__ = kind
@@ -87,9 +116,38 @@ def plain(model: nn.Module) -> Iterator[None]:
             module.recipes = recipes
 
 
-def linears(model: nn.Module) -> list[str]:
-    """The names of the linear layers that quantize; stacked experts do so too, but are not audited."""
-    return [name for name, module in model.named_modules() if type(module) is Linear]
+def bare(model: nn.Module):
+    """The model with nothing quantized, for a time, its experts such that their products can be watched."""
+    return under(model, BARE, lambda name, module: not isinstance(module, nn.Linear))
+
+
+def layers_of(model: nn.Module) -> dict[str, str]:
+    """Layer → module of the layers that a converted model has; the experts of a mixture are two."""
+    found = {}
+    for name, module in model.named_modules():
+        if type(module) is Linear:
+            found[name] = name
+        elif isinstance(module, (Experts, Stacked)):
+            found |= {joined(name, stack): name for stack in module.stacks}
+    return found
+
+
+def joined(module: str, stack: str) -> str:
+    """The name of a layer of experts."""
+    return f"{module}.{stack}" if module else stack
+
+
+def watched(module: Experts | Stacked, see: Callable[[str, Tensor, Tensor, Tensor], None]) -> None:
+    """Have `see` called with the stack's name, x [T, K], offsets and y [T, N] of each product of experts, until `under`
+    or the caller takes the attribute `product` off the module again."""
+    own = module.product
+
+    def product(x: Tensor, name: str, offsets: Tensor) -> Tensor:
+        y = own(x, name, offsets)
+        see(name, x, offsets, y)
+        return y
+
+    module.product = product
 
 
 def loss_of(model: nn.Module, batch) -> Tensor:
@@ -118,12 +176,12 @@ def capture(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> dict[str, Layer]:
-    """Run the batches through the plain model, forward and backward; name → Layer of each of `names`.
+    """Run the batches through the plain model, forward and backward; name → Layer of each of `names` (layers_of).
 
     Args:
         model: its parameters' gradients are not touched.
         batches: each a tuple or dict that `loss` understands.
-        tokens: kept of each layer, spread evenly over the batches.
+        tokens: kept of each linear layer, spread evenly over the batches; of experts more, as there are more of them.
 
     Raises:
         ValueError: no batch.
@@ -131,16 +189,20 @@ def capture(
     batches = list(batches)
     if not batches:
         raise ValueError("batches is empty; accepted: one or more batches")
-    modules = dict(model.named_modules())
-    layers = {name: Layer(name, modules[name].weight.detach().float().cpu()) for name in names}
+    modules, layers = dict(model.named_modules()), {}
     share = max(1, tokens // len(batches))
-    generator = torch.Generator().manual_seed(seed)
-    hooks = [
-        modules[name].register_forward_hook(_watch(layer, share, dtype, generator)) for name, layer in layers.items()
-    ]
+    look = _Look(share, dtype, torch.Generator().manual_seed(seed))
     parameters = [p for p in model.parameters() if p.requires_grad]
+    hooks = []
     try:
-        with plain(model), torch.enable_grad():
+        with bare(model), torch.enable_grad():
+            for name in names:
+                layer = layers[name] = _layer(modules, name)
+                if layer.offsets is None:
+                    hooks.append(modules[name].register_forward_hook(look.at(layer)))
+            for name in dict.fromkeys(layer.module for layer in layers.values() if layer.offsets is not None):
+                mine = {stack: layers.get(joined(name, stack)) for stack in modules[name].stacks}
+                watched(modules[name], look.at_experts(mine))
             for batch in batches:
                 for layer in layers.values():
                     layer.amax["x"].append(0.0)
@@ -150,38 +212,80 @@ def capture(
         for hook in hooks:
             hook.remove()
     for layer in layers.values():
-        layer.x, layer.dy = (torch.cat(layer.parts[role]) if layer.parts[role] else None for role in ("x", "dy"))
-        layer.parts.clear()
+        _gather(layer)
     return {name: layer for name, layer in layers.items() if layer.x is not None}
 
 
-def _watch(layer: Layer, share: int, dtype: torch.dtype, generator: torch.Generator):
-    def see(role: str, t: Tensor) -> Tensor:
-        t = t.detach().flatten(0, -2)
-        finite = torch.isfinite(t)
-        layer.non_finite[role] += int((~finite).sum())
-        magnitude = t.float().abs().where(finite, 0)
-        layer.amax[role][-1] = max(layer.amax[role][-1], magnitude.max().item() if t.numel() else 0.0)
-        return magnitude
+def _layer(modules: dict[str, nn.Module], name: str) -> Layer:
+    """A layer of a bare model, nothing of it seen yet."""
+    if name in modules:
+        return Layer(name, name, modules[name].weight.detach().float().cpu())
+    owner, _, stack = name.rpartition(".")
+    w = modules[owner].stack(stack).detach().float().cpu()
+    return Layer(name, owner, w, torch.zeros(len(w), dtype=torch.int32))
 
-    def hook(module, args, output):
-        x = args[0]
-        magnitude = see("x", x)
-        channels = magnitude.amax(0) if len(magnitude) else magnitude.new_zeros(magnitude.shape[-1])
+
+def _gather(layer: Layer) -> None:
+    """What was kept of all batches, sorted by expert."""
+    parts = {role: torch.cat(kept) for role, kept in layer.parts.items() if kept}
+    layer.parts.clear()
+    if "x" not in parts:
+        return
+    order = slice(None)
+    if layer.offsets is not None:
+        order = parts["expert"].argsort(stable=True)
+        layer.offsets = parts["expert"].bincount(minlength=layer.experts).cumsum(0).to(torch.int32)
+    layer.x, layer.dy = parts["x"][order], parts["dy"][order]
+
+
+@dataclass
+class _Look:
+    """Keeps `share` rows of what layers read and are told in a batch, and counts over all of them."""
+
+    share: int
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def at(self, layer: Layer):
+        """A forward hook of a linear layer."""
+        return lambda module, args, output: self._see(layer, args[0].detach().flatten(0, -2), output)
+
+    def at_experts(self, layers: dict[str, Layer | None]):
+        """What `watched` calls."""
+
+        def see(name: str, x: Tensor, offsets: Tensor, y: Tensor) -> None:
+            if layers[name] is not None:
+                self._see(layers[name], x.detach()[: int(offsets[-1])], y, offsets)
+
+        return see
+
+    def _see(self, layer: Layer, rows: Tensor, output: Tensor, offsets: Tensor | None = None) -> None:
+        magnitude = _count(layer, "x", rows)
+        channels = magnitude.amax(0) if len(rows) else magnitude.new_zeros(rows.shape[-1])
         channels = channels.cpu()
         layer.channels = channels if layer.channels is None else torch.maximum(layer.channels, channels)
-        rows = x.detach().flatten(0, -2)
         layer.tokens += len(rows)
-        keep = torch.randperm(len(rows), generator=generator)[:share].sort().values
-        layer.parts["x"].append(rows[keep].to(dtype).float().cpu())
+        share = self.share * min(MANY, layer.experts)
+        keep = torch.randperm(len(rows), generator=self.generator)[:share].sort().values
+        if offsets is not None:
+            layer.parts["expert"].append(torch.searchsorted(offsets.cpu(), keep.to(torch.int32), right=True))
+        layer.parts["x"].append(rows[keep].to(self.dtype).float().cpu())
         place = len(layer.parts["x"]) - 1
         layer.parts["dy"].append(torch.zeros(len(keep), output.shape[-1]))  # where no gradient comes back
 
         def backward(gradient):
-            see("dy", gradient)
-            layer.parts["dy"][place] = gradient.detach().flatten(0, -2)[keep].to(dtype).float().cpu()
+            gradient = gradient.detach().flatten(0, -2)[: len(rows)]
+            _count(layer, "dy", gradient)
+            layer.parts["dy"][place] = gradient[keep].to(self.dtype).float().cpu()
 
         if output.requires_grad:
             output.register_hook(backward)
 
-    return hook
+
+def _count(layer: Layer, role: str, t: Tensor) -> Tensor:
+    """Largest magnitude and what is not finite; the magnitudes."""
+    finite = torch.isfinite(t)
+    layer.non_finite[role] += int((~finite).sum())
+    magnitude = t.float().abs().where(finite, 0)
+    layer.amax[role][-1] = max(layer.amax[role][-1], magnitude.max().item() if t.numel() else 0.0)
+    return magnitude

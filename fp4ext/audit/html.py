@@ -221,7 +221,7 @@ def _histograms(report: Report) -> str:
 def _layers(report: Report) -> str:
     headings = [
         ("layer", ""),
-        ("shape", "N×K"),
+        ("shape", "[E×]N×K"),
         ("amax x", ""),
         ("amax w", ""),
         ("amax dy", ""),
@@ -230,12 +230,20 @@ def _layers(report: Report) -> str:
     headings += [(f"‖g‖/‖noise‖, {policy}", "") for policy in report.policies]
     rows = []
     for name, f in report.layers.items():
-        (n, k), amax = f["shape"], f["amax"]
+        shape, amax = f["shape"], f["amax"]
         channels = ", ".join(f"{i} (×{times:.0f})" for i, times in f["outlier_channels"][:3]) or "–"
         ratios = [report.ratios.get(policy, {}).get(name) for policy in report.policies]
         numbers = [_number(max(amax["x"]), ".3g"), _number(amax["w"], ".3g"), _number(max(amax["dy"]), ".2e")]
         shown = ["–" if r is None else _number(r, ".1f", r < math.sqrt(3)) for r in ratios]
-        rows.append([name, (f"{n}×{k}", n * k), *numbers, (channels, f["outlier_channels_total"]), *shown])
+        rows.append(
+            [
+                name,
+                ("×".join(map(str, shape)), math.prod(shape)),
+                *numbers,
+                (channels, f["outlier_channels_total"]),
+                *shown,
+            ]
+        )
     return table(headings, rows)
 
 

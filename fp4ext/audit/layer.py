@@ -1,4 +1,5 @@
-"""judge: one layer under one recipe: its six operands, and its products y, dx, dw through the layer's own code.
+"""judge: one layer under one recipe: its six operands, and its products y, dx, dw through the layer's own code. An
+expert's matrices are quantized by themselves, whoever stands beside it; the numbers of a layer are those of all.
 
 What is the truth of a backward GEMM? dgrad may serve either of two functions: the layer's, y = x·wᵀ, or the one that
 the forward really computed, y = x̂·ŵᵀ. The gradient of either is honest (NVIDIA's 16×16 weights and `from_fprop` aim
@@ -12,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..linear import linear
 from ..qtensor import QTensor
 from ..quantize import quantize
 from ..recipe import Recipe
 from ..spec import Spec
 from .capture import Layer
-from .operand import DRAWS, Draws, Measured, measure, nearest, sampled
+from .operand import DRAWS, ENTRIES, Draws, Measured, measured, nearest, observe, sampled
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
@@ -29,7 +29,7 @@ class Row:
     """One operand or product of one layer.
 
     Attributes:
-        module: the layer's name.
+        module: the layer's name; of experts, with the parameter's.
         gemm: "fprop", "dgrad" or "wgrad".
         what: the operand "x", "w" or "dy", or the product "y", "dx" or "dw".
         spec: the operand's Spec, None where it stays as it is and for products.
@@ -55,52 +55,56 @@ def judge(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
 
 
 def operands(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
-    """A row for each operand that the recipe quantizes."""
+    """A row for each operand that the recipe quantizes; of experts, all their matrices together."""
     x = layer.x - layer.x.mean(0) if recipe.mean_split else layer.x
-    plain = {"x": x, "w": layer.w, "dy": layer.dy}
-    stored = {role: _forward(plain[role], spec) for role, spec in (("x", recipe.fprop.x), ("w", recipe.fprop.w))}
+    plain = {"x": layer.each(x), "w": layer.each(layer.w), "dy": layer.each(layer.dy)}
+    stored = {role: [_forward(t, spec) for t in plain[role]] for role, spec in vars(recipe.fprop).items()}
     rows = []
     for gemm in GEMMS:
         for role, spec in vars(getattr(recipe, gemm)).items():
             if not isinstance(spec, Spec):
                 continue
             axis = -1 if gemm == "fprop" or (gemm, role) == ("dgrad", "dy") else -2
-            kept = stored.get(role)
-            forward = gemm != "fprop" and isinstance(kept, QTensor)
-            source = kept if forward and getattr(recipe, gemm).from_fprop else plain[role]
-            truths = {role: plain[role]}
-            if forward:
-                truths[role + HAT] = kept.dequantize(torch.float32)
-            rows.append(Row(layer.name, gemm, role, spec, *measure(source, spec, axis, role, truths, draws)))
+            seen = []
+            for i, t in enumerate(plain[role]):
+                if not t.numel():  # an expert without rows
+                    continue
+                kept = stored[role][i] if role in stored else t
+                forward = gemm != "fprop" and isinstance(kept, QTensor)
+                source = kept if forward and getattr(recipe, gemm).from_fprop else t
+                truths = {role: t} | ({role + HAT: kept.dequantize(torch.float32)} if forward else {})
+                seen.append(observe(source, spec, axis, role, truths, draws, ENTRIES // layer.experts))
+            if seen:
+                rows.append(Row(layer.name, gemm, role, spec, *measured(seen)))
     return rows
 
 
 def products(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
     """y, dx and dw, by repeated runs of the layer's own forward and backward."""
     x, w, dy = layer.x, layer.w, layer.dy
+    mean = x.mean(0) if recipe.mean_split else 0.0
     hat = {
-        role: _restored(_forward(t, spec), t) for role, t, spec in (("x", x, recipe.fprop.x), ("w", w, recipe.fprop.w))
+        "x": torch.cat([_restored(_forward(t, recipe.fprop.x), t) for t in layer.each(x - mean)]) + mean,
+        "w": torch.stack([_restored(_forward(t, recipe.fprop.w), t) for t in layer.each(w)]).view(w.shape),
     }
-    if recipe.mean_split:
-        mean = x.mean(0)
-        hat["x"] = _restored(_forward(x - mean, recipe.fprop.x), x) + mean
-    wide = {
-        name: t.double() for name, t in {"x": x, "w": w, "dy": dy, "x" + HAT: hat["x"], "w" + HAT: hat["w"]}.items()
-    }
+    given = {"x": x, "w": w, "dy": dy, "x" + HAT: hat["x"], "w" + HAT: hat["w"]}
+    wide = {name: layer.each(t.double()) for name, t in given.items()}
+    dot = lambda a, b: [p @ q for p, q in zip(a, b, strict=True)]  # noqa: E731
+    turned = lambda ts: [t.mT for t in ts]  # noqa: E731
     truths = {
-        "y": {"x·w": wide["x"] @ wide["w"].T},
-        "dx": {f"dy·{of}": wide["dy"] @ wide[of] for of in ("w", "w" + HAT)},
-        "dw": {f"dy·{of}": wide["dy"].T @ wide[of] for of in ("x", "x" + HAT)},
+        "y": {"x·w": torch.cat(dot(wide["x"], turned(wide["w"])))},
+        "dx": {f"dy·{of}": torch.cat(dot(wide["dy"], wide[of])) for of in ("w", "w" + HAT)},
+        "dw": {f"dy·{of}": torch.cat(dot(turned(wide["dy"]), wide[of])) for of in ("x", "x" + HAT)},
     }
     collected = {what: {of: Draws(_some(t)) for of, t in candidates.items()} for what, candidates in truths.items()}
     leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for draw in range(draws if recipe.needs_rng else 1):
             torch.manual_seed(draw)
-            y = linear(*leaves, None, recipe)
+            y = layer.product(*leaves, recipe)
             dx, dw = torch.autograd.grad(y, leaves, dy)
             for what, value in {"y": y.detach(), "dx": dx, "dw": dw}.items():
-                value = _some(value)
+                value = _some(value.flatten(0, -2))
                 for candidate in collected[what].values():
                     candidate.add(value)
     rows = []

@@ -16,23 +16,25 @@ nothing that the step computes changes. At the second look and every fourth afte
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ..linear import Linear
-from ..noise import SQRT3, gradient_noise
+from ..noise import SQRT3, gradient_noise, weights
 from ..policy import current_stage
 from ..quantize import quantize
 from ..spec import Spec
-from .operand import range_faults
+from .capture import layers_of, watched
+from .operand import Tally, range_faults
 from .report import SATURATION, UNDERFLOW
 
-ROWS = 128  # of each tensor that are looked at
+ROWS, TILE = 128, 16  # rows of each tensor that are looked at; of each expert at least a tile
 NOISE_EVERY = 4  # watched steps between two looks at the √3 rule
 WINDOW, FLIPS, OSCILLATING = 8, 3, 0.05  # watched steps that are remembered, code changes in them, share of weights
 
@@ -45,14 +47,17 @@ class Monitor:
         every: steps between looks; default: what the policy says (Policy.log_stats), else never.
 
     Attributes:
-        layers: name → Linear.
+        layers: layer that quantizes → the module it belongs to; the experts of a mixture are two layers
+            (capture.layers_of).
         line: after a watched step {"stats": {layer: {"x": {…}, "w": {…}, "dy": {…}, "ratio": …}}, "warnings": […]};
             None after any other. metrics.jsonl keeps it.
     """
 
     def __init__(self, model: nn.Module, every: int | None = None):
         self.model = model
-        self.layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+        modules = dict(model.named_modules())
+        owners = {name: modules[owner] for name, owner in layers_of(model).items()}
+        self.layers = {name: m for name, m in owners.items() if any(r.quantizes for r in m.recipes.values())}
         self.every = every or max((m.policy.stats_every for m in self.layers.values()), default=0)
         self.line: dict | None = None
         self._seen = 0
@@ -71,12 +76,10 @@ class Monitor:
             yield
             return
         kept: dict[str, dict[str, Tensor]] = {name: {} for name in self.layers}
-        hooks = [m.register_forward_hook(_keep(kept[name])) for name, m in self.layers.items()]
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.layers.items():
+                hooks.enter_context(_kept(module, name, kept))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         with torch.no_grad():
             stats = {name: self._layer(name, kept[name]) for name in self.layers}
         if loss is not None and self._seen % NOISE_EVERY == 1:
@@ -88,47 +91,61 @@ class Monitor:
     def _layer(self, name: str, kept: dict[str, Tensor]) -> dict:
         module = self.layers[name]
         recipe = module.recipes[current_stage()]
+        ends = kept.get("offsets")
+        w = module.weight if isinstance(module, Linear) else module.stack(name.rpartition(".")[2])
         out = {}
         for role, spec, t in (
             ("x", recipe.fprop.x, kept.get("x")),
-            ("w", recipe.fprop.w, module.weight.detach()),
+            ("w", recipe.fprop.w, w.detach()),
             ("dy", recipe.dgrad.dy, kept.get("dy")),
         ):
             if spec is None or t is None or not t.numel():
                 continue
-            out[role], codes = look(t, spec, role)
+            parts = list(t) if t.dim() == 3 else [t] if ends is None else [*t.tensor_split(ends[:-1].tolist())]
+            out[role], codes = look(parts, spec, role)
             if role == "w" and codes is not None:
                 self._codes[name].append(codes)
                 out[role]["oscillating"] = oscillating(list(self._codes[name]))
         return out
 
     def _ratios(self, loss: Callable[[], Tensor]) -> dict[str, float]:
-        if not any(m.weight.requires_grad for m in self.layers.values()):
+        if not any(w.requires_grad for w in weights(self.model).values()):
             return {}
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             ratios = gradient_noise(self.model, loss, warn=False)
         return {name: ratio for name, ratio in ratios.items() if math.isfinite(ratio)}
 
 
-def look(t: Tensor, spec: Spec, role: str) -> tuple[dict, Tensor | None]:
-    """The counters of some rows of a tensor [rows, K], and their codes where they are E2M1 and not rotated.
+def look(parts: list[Tensor], spec: Spec, role: str) -> tuple[dict, Tensor | None]:
+    """The counters of some rows of each matrix [rows, K], one or each expert's.
 
-    The outer scale is that of the whole tensor, except under an RHT.
+    Of w the codes too, where they are E2M1 and not rotated.
+
+    The outer scale is that of the whole matrix, except under an RHT.
     """
+    parts = [t for t in parts if t.numel()]
+    wanted = max(TILE, ROWS // len(parts))
+    seen = [_rows(t, spec, role, wanted) for t in parts]
+    tally = functools.reduce(Tally.__add__, (tally for _, tally, _ in seen))
+    counts = tally.shares()
+    histogram = {str(byte): n for byte, n in enumerate(counts.pop("histogram")) if n}
+    counts["snr_db"] = -10 * math.log10(tally.mse) if tally.mse > 0 else None
+    amaxes = [amax for amax, _, _ in seen]
+    amax = max(amaxes) if all(map(math.isfinite, amaxes)) else None
+    codes = torch.cat([codes for _, _, codes in seen]) if role == "w" and seen[0][2] is not None else None
+    return {"amax": amax, **counts, "histogram": histogram}, codes
+
+
+def _rows(t: Tensor, spec: Spec, role: str, wanted: int) -> tuple[float, Tally, Tensor | None]:
+    """Of some rows of a matrix: its amax, the counts, the codes."""
     whole = t.abs().amax().float().cpu()
-    rows = t[: ROWS * max(1, len(t) // ROWS)]
-    rows = rows[:: max(1, len(rows) // ROWS)][:ROWS] if spec.block != "16x16" else t[:ROWS]
+    rows = t[:: max(1, len(t) // wanted)][:wanted] if spec.block != "16x16" else t[:wanted]
     rows = rows.float().cpu()
     amax = whole if spec.outer in ("tensor", "pow2") and spec.rht == "none" and torch.isfinite(whole) else None
     rng = torch.tensor([0x5EED, 0])
     q = quantize(rows, spec, rng=rng, role=role, amax=amax)
-    counts = range_faults(q, spec, rows, rng)
-    histogram = {str(byte): n for byte, n in enumerate(counts.pop("histogram")) if n}
-    mse = counts.pop("mse")
-    counts["snr_db"] = -10 * math.log10(mse) if mse > 0 else None
-    finite = whole.item() if math.isfinite(whole.item()) else None
     codes = q.codes.view(torch.uint8) if q.codes.dtype == torch.uint8 and spec.rht == "none" else None
-    return {"amax": finite, **counts, "histogram": histogram}, codes
+    return whole.item(), range_faults(q, spec, rows, rng), codes
 
 
 def oscillating(codes: list[Tensor]) -> float:
@@ -171,12 +188,32 @@ def warnings_of(stats: dict, step: int) -> list[str]:
     return found
 
 
-def _keep(kept: dict[str, Tensor]):
-    """A forward hook that keeps what a layer reads, and what it is told in the backward."""
+@contextmanager
+def _kept(module: nn.Module, name: str, kept: dict[str, dict[str, Tensor]]) -> Iterator[None]:
+    """Keeps what a layer reads, and what it is told in the backward, for a time."""
 
-    def hook(module, args, output):
-        kept["x"] = args[0].detach().flatten(0, -2)
-        if output.requires_grad:
-            output.register_hook(lambda g: kept.__setitem__("dy", g.detach().flatten(0, -2)))
+    def keep(layer: str, x: Tensor, y: Tensor, offsets: Tensor | None = None) -> None:
+        seen = kept[layer]
+        seen["x"] = x.detach().flatten(0, -2)
+        if offsets is not None:
+            seen["offsets"] = offsets.cpu()
+            seen["x"] = seen["x"][: int(offsets[-1])]
+        if y.requires_grad:
+            rows = len(seen["x"])
+            y.register_hook(lambda g: seen.__setitem__("dy", g.detach().flatten(0, -2)[:rows]))
 
-    return hook
+    if isinstance(module, Linear):
+        hook = module.register_forward_hook(lambda m, args, y: keep(name, args[0], y))
+        try:
+            yield
+        finally:
+            hook.remove()
+    elif "product" in vars(module):  # the other of its two layers watches it
+        yield
+    else:
+        prefix = name.removesuffix(module.stacks[0])
+        watched(module, lambda stack, x, offsets, y: keep(prefix + stack, x, y, offsets))
+        try:
+            yield
+        finally:
+            del module.product

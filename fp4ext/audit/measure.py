@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from .. import policies as known
-from ..linear import Linear
-from ..noise import gradient_noise
+from ..noise import gradient_noise, weights
 from ..policy import Policy
-from .capture import Layer, Loss, capture, linears, loss_of, plain, under
+from .capture import BARE, Layer, Loss, capture, layers_of, loss_of, plain, under
 from .layer import judge
 from .operand import DRAWS
 from .report import Report
@@ -61,10 +60,11 @@ def audit(
     names: dict[str, list[str]] = {}
     for policy in chosen:
         with under(model, policy) as converted:
-            taken = [n for n in linears(model) if n in converted.converted]
-            names[policy.name] = [n for n in taken if policy.recipe("pretrain", n).quantizes]
+            taken = {n: module for n, module in layers_of(model).items() if module in converted.converted}
+            names[policy.name] = [n for n, module in taken.items() if policy.recipe("pretrain", module).quantizes]
             report.left[policy.name] = converted.left
-    everything = [n for n, m in model.named_modules() if any(n in taken for taken in names.values())]
+    with under(model, BARE):
+        everything = [n for n in layers_of(model) if any(n in taken for taken in names.values())]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         _audit(report, model, batches, chosen, names, everything, loss, draws, tokens, dtype, progress)
@@ -86,7 +86,7 @@ def _audit(report, model, batches, chosen, names, everything, loss, draws, token
             progress(f"{policy.name}: {name}", done, total)
             done += 1
             if name in layers:
-                rows += judge(layers[name], policy.recipe("pretrain", name), draws)
+                rows += judge(layers[name], policy.recipe("pretrain", layers[name].module), draws)
         with under(model, policy):
             report.losses[policy.name] = _mean_loss(model, batches, loss)
             report.ratios[policy.name] = _ratios(model, batches[0], loss)
@@ -96,7 +96,7 @@ def _audit(report, model, batches, chosen, names, everything, loss, draws, token
 def facts(layer: Layer) -> dict:
     """What the report says of a layer's tensors, whatever the policy."""
     return {
-        "shape": layer.shape,
+        "shape": tuple(layer.w.shape),
         "tokens": layer.tokens,
         "amax": {**layer.amax, "w": layer.w.abs().max().item()},
         "non_finite": layer.non_finite,
@@ -112,7 +112,7 @@ def _mean_loss(model: nn.Module, batches: list, loss: Loss) -> float:
 
 def _ratios(model: nn.Module, batch, loss: Loss) -> dict[str, float]:
     """‖g‖/‖noise‖ by layer; none where the policy took no layer."""
-    if not any(isinstance(m, Linear) for m in model.modules()):
+    if not any(w.requires_grad for w in weights(model).values()):
         return {}
     with torch.enable_grad():
         ratios = gradient_noise(model, lambda: loss(model, batch), warn=False)

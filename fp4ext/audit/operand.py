@@ -7,9 +7,10 @@ are counted where they happen, on the rotated values.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,6 +75,15 @@ class Draws:
         """One draw, of the truth's shape. What is not finite is left out of the error; it is counted elsewhere."""
         self.errors.append((values.flatten() - self.truth).nan_to_num(0.0, 0.0, 0.0))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Draws]) -> Draws:
+        """The draws of several matrices, as of one."""
+        if len(parts) == 1:
+            return parts[0]
+        one = cls(torch.cat([part.truth for part in parts]))
+        one.errors = [torch.cat(errors) for errors in zip(*(part.errors for part in parts), strict=True)]
+        return one
+
     def measured(self, **counts) -> Measured:
         """What the draws add up to."""
         errors = torch.stack(self.errors)
@@ -81,6 +91,56 @@ class Draws:
         along = (errors @ self.truth).mean().item() / self.power if self.power else 0.0
         signed = errors @ self.truth.sign() / self.magnitude if self.magnitude else torch.zeros(1)
         return Measured(mse, Interval.of(signed), -along, fit(errors, self.power), **counts)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts of a quantized matrix; those of several add up.
+
+    Attributes:
+        held: blocks that hold something finite. empty: those of them that decode to nothing. cut: those whose largest
+            element is cut. blocks: all. nan: those that decode to NaN.
+        elements: that are not zero. flushed: those of them that become it.
+        error, power: ‖x̂ - x‖² and ‖x‖² of what is finite, in the frame of the stored values.
+        histogram: blocks by scale byte, [256].
+    """
+
+    held: int
+    empty: int
+    cut: int
+    blocks: int
+    nan: int
+    elements: int
+    flushed: int
+    error: float
+    power: float
+    histogram: Tensor
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    @property
+    def mse(self) -> float:
+        """Of this one draw."""
+        return self.error / self.power if self.power else 0.0
+
+    def shares(self) -> dict:
+        """As Measured has them."""
+        return {
+            "underflow": self.empty / max(1, self.held),
+            "flushed": self.flushed / max(1, self.elements),
+            "saturation": self.cut / max(1, self.held),
+            "non_finite": self.nan / max(1, self.blocks),
+            "histogram": tuple(self.histogram.tolist()),
+        }
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the draws of one matrix showed: errors against each truth, and the counts of the first draw."""
+
+    draws: dict[str, Draws]
+    tally: Tally
 
 
 def nearest(found: dict[str, Measured]) -> str:
@@ -91,66 +151,85 @@ def nearest(found: dict[str, Measured]) -> str:
 def measure(
     source: Tensor | QTensor, spec: Spec, axis: int, role: str, truths: dict[str, Tensor], draws: int = DRAWS
 ) -> tuple[str, Measured]:
-    """What `spec` does to a tensor.
+    """What `spec` does to a tensor: see `observe` and `measured`."""
+    return measured([observe(source, spec, axis, role, truths, draws)])
+
+
+def measured(seen: Sequence[Seen]) -> tuple[str, Measured]:
+    """Of matrices that are one operand (those of a layer's experts): the name of the truth that it comes closest to on
+    average, and the numbers against that."""
+    tally = functools.reduce(Tally.__add__, (one.tally for one in seen))
+    found = {of: Draws.joined([one.draws[of] for one in seen]).measured(**tally.shares()) for of in seen[0].draws}
+    of = nearest(found)
+    return of, found[of]
+
+
+def observe(
+    source: Tensor | QTensor,
+    spec: Spec,
+    axis: int,
+    role: str,
+    truths: dict[str, Tensor],
+    draws: int = DRAWS,
+    entries: int = ENTRIES,
+) -> Seen:
+    """Quantize a matrix again and again.
 
     Args:
         source: [rows, cols], fp32; or the QTensor of the forward, where the recipe quantizes that anew.
         axis: -1 or -2, as in quantize: along which axis the GEMM contracts.
         truths: what the operand may stand for, of source's shape, by name.
         draws: repeated where anything is random; one draw where nothing is.
-
-    Returns:
-        The name of the truth that the operand comes closest to on average, and the numbers against it.
+        entries: elements whose errors are followed where anything is random.
     """
     turn = (lambda t: t) if axis == -1 else (lambda t: t.mT)
     values = turn(source.dequantize(torch.float32) if isinstance(source, QTensor) else source.float())
-    rows = sampled(values.shape[0], values.shape[1]) if spec.needs_rng else slice(None)
+    rows = sampled(*values.shape, entries) if spec.needs_rng else slice(None)
     collected = {of: Draws(turn(truth)[rows]) for of, truth in truths.items()}
-    counts = None
+    tally = None
     for draw in range(draws if spec.needs_rng else 1):
         rng = torch.tensor([0x5EED, draw])
         q = quantize(source, spec, axis=axis, rng=rng, role=role)
-        image = estimate(q.dequantize(torch.float32)[rows], spec, rng)
+        image = estimate(whole(q)[rows], values.shape[1], spec, rng)
         for each in collected.values():
             each.add(image)
-        counts = counts or range_faults(q, spec, values, rng)
-    counts.pop("mse")  # of one draw; that of all draws is measured below
-    found = {of: each.measured(**counts) for of, each in collected.items()}
-    of = nearest(found)
-    return of, found[of]
+        tally = tally or range_faults(q, spec, values, rng)
+    return Seen(collected, tally)
 
 
-def sampled(rows: int, width: int) -> Tensor:
-    """Which rows stand for all: ENTRIES elements or a little more."""
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(rows))[: -(-ENTRIES // width)].sort().values
+def sampled(rows: int, width: int, entries: int = ENTRIES) -> Tensor:
+    """Which rows stand for all: `entries` elements or a little more."""
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randperm(rows, generator=generator)[: -(-entries // max(1, width))].sort().values
 
 
-def estimate(stored: Tensor, spec: Spec, rng: Tensor) -> Tensor:
-    """x̂ [rows, K] in the frame of x: rotated back, where the spec rotates."""
+def whole(q: QTensor) -> Tensor:
+    """What is stored, fp32, the padding too: where it was rotated, the padding holds a part of x."""
+    return replace(q, shape=torch.Size((*q.shape[:-1], q.format.padded(q.shape[-1])))).dequantize(torch.float32)
+
+
+def estimate(stored: Tensor, k: int, spec: Spec, rng: Tensor) -> Tensor:
+    """x̂ [rows, K] in the frame of x, of what is stored with its padding: rotated back, where the spec rotates."""
     if spec.rht == "none":
-        return stored
+        return stored[..., :k]
     n, stages = hadamard.parse(spec.rht)
-    k = stored.shape[-1]
     n = hadamard.effective_n(n, k)
     back = _inverse(n, stages, *rng.tolist())
-    whole = torch.nn.functional.pad(stored, (0, -k % n))
-    return (whole.unflatten(-1, (-1, n)) @ back).flatten(-2)[..., :k]
+    return (stored.unflatten(-1, (-1, n)) @ back).flatten(-2)[..., :k]
 
 
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)
 def _inverse(n: int, stages: int, seed: int, offset: int) -> Tensor:
     """The inverse rotation as a matrix [n, n]; row i is where the image's e_i came from."""
     return hadamard.inverse_rht(torch.eye(n, dtype=torch.float64), n, stages, torch.tensor([seed, offset])).float()
 
 
-def range_faults(q: QTensor, spec: Spec, x: Tensor, rng: Tensor | None) -> dict:
+def range_faults(q: QTensor, spec: Spec, x: Tensor, rng: Tensor | None) -> Tally:
     """Underflow, saturation, NaN blocks, the error and the histogram of scale bytes of a quantized x [rows, K]."""
-    fmt, k = q.format, q.shape[-1]
-    r = x if spec.rht == "none" else hadamard.rht(x, *hadamard.parse(spec.rht), rng)[..., :k]
-    pad = fmt.padded(k) - k
-    r, back = (
-        torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, fmt.block)) for t in (r, q.dequantize(torch.float32))
-    )
+    fmt = q.format
+    r = x if spec.rht == "none" else hadamard.rht(x, *hadamard.parse(spec.rht), rng)
+    r = torch.nn.functional.pad(r, (0, fmt.padded(q.shape[-1]) - r.shape[-1]))
+    r, back = (t.unflatten(-1, (-1, fmt.block)) for t in (r, whole(q)))
     outer = 1.0 if q.global_scale is None else q.global_scale[..., None]
     scale = (q.scales.float()[..., None] * outer).nan_to_num(0.0)
     largest = r.abs().nan_to_num(0.0, 0.0, 0.0).max() if r.numel() else 0.0
@@ -158,14 +237,16 @@ def range_faults(q: QTensor, spec: Spec, x: Tensor, rng: Tensor | None) -> dict:
     # Were the grid to go on, the next step up would begin half a step beyond its end.
     element = fmt.element
     cut = (r.abs() > (element.max + element.top_step / 2) * scale) & (scale > 0)
-    blocks = max(1, int(held.sum()))
     finite = torch.isfinite(r) & torch.isfinite(back)
-    power = r.where(finite, 0).double().square().sum().item()
-    return {
-        "mse": (back - r).where(finite, 0).double().square().sum().item() / power if power else 0.0,
-        "underflow": int((held & (back == 0).all(-1)).sum()) / blocks,
-        "flushed": ((r != 0) & (back == 0)).sum().item() / max(1, int((r != 0).sum())),
-        "saturation": int((held & cut.any(-1)).sum()) / blocks,
-        "non_finite": int(back.isnan().any(-1).sum()) / max(1, back[..., 0].numel()),
-        "histogram": tuple(torch.bincount(q.scales.view(torch.uint8).flatten().long(), minlength=256).tolist()),
-    }
+    return Tally(
+        held=int(held.sum()),
+        empty=int((held & (back == 0).all(-1)).sum()),
+        cut=int((held & cut.any(-1)).sum()),
+        blocks=back[..., 0].numel(),
+        nan=int(back.isnan().any(-1).sum()),
+        elements=int((r != 0).sum()),
+        flushed=int(((r != 0) & (back == 0)).sum()),
+        error=(back - r).where(finite, 0).double().square().sum().item(),
+        power=r.where(finite, 0).double().square().sum().item(),
+        histogram=torch.bincount(q.scales.view(torch.uint8).flatten().long(), minlength=256),
+    )

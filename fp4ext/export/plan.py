@@ -101,6 +101,20 @@ class Plan:
         if not self.specs and not any(map(self.src.format, self.names)):
             raise Refused(f"no weight would be quantized: {self.left or 'there are no matrices'}")
 
+    @property
+    def bytes(self) -> int:
+        """Of the checkpoint to be, about: what its tensors take, and their names."""
+        return sum(map(self._bytes, self.names)) + 512 * len(self.names)
+
+    def _bytes(self, name: str) -> int:
+        spec, shape = self.specs.get(name), self.src.shape(name)
+        if spec is not None:
+            k = shape[-2] if naming.is_stack(name, shape) and self.src.transposed else shape[-1]
+            return int(torch.Size(shape).numel() / k * spec.fmt.padded(k) * spec.fmt.bits_per_element / 8)
+        if self.src.format(name) and self.layout.experts_only and not self.is_expert(name, shape):
+            return 2 * torch.Size(shape).numel()  # it becomes BF16
+        return self.src.nbytes(name)
+
     def _plan_stored(self, name: str, fmt: formats.Format) -> None:
         shape = self.src.shape(name)
         if self.layout.experts_only and not self.is_expert(name, shape):

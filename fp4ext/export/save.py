@@ -27,7 +27,7 @@ from .plan import Filter, Plan, chooser
 from .progress import Bar
 from .source import Source, source_of
 from .stored import Stored, check_scales
-from .writer import SHARD, Writer, check_target
+from .writer import SHARD, Writer, check_room, check_target
 
 
 @dataclass
@@ -83,6 +83,7 @@ def save(
     like: str | Path | Checkpoint | None = None,
     input_amax: Mapping[str, float] | None = None,
     requantize: bool = False,
+    config: Mapping | None = None,
     shard: int = SHARD,
     overwrite: bool = False,
     progress: bool | None = None,
@@ -100,6 +101,7 @@ def save(
         like: a checkpoint in the same layout, whose scales are kept: weights that did not change keep their bytes.
         input_amax: module name → the largest input that calibration saw, for layouts that store it.
         requantize: let weights change their format where the layout cannot hold the one they have.
+        config: the model's config.json; default: the source's own, of a module its class's name.
         shard: bytes of a shard, about.
         overwrite: replace a checkpoint that is there.
         progress: show a bar on stderr; default: on a terminal.
@@ -108,8 +110,8 @@ def save(
         A Report of what was quantized, what was left, and what the layout could not keep.
 
     Raises:
-        Refused: a source or a request that cannot be used; nothing is written. OSError: the disk gave out; the target
-            is as it was.
+        Refused: a source or a request that cannot be used, or a disk without room; nothing is written. OSError: the
+            disk gave out; the target is as it was.
     """
     layout, folder = layouts.get(layout), Path(folder)
     check_target(folder, overwrite)
@@ -118,7 +120,9 @@ def save(
         raise Refused(f"like is in layout {like.layout.name}; accepted: {layout.name}, the layout to write")
     with ExitStack() as scratch:
         src = source_of(source, scratch)
+        src.config = src.config if config is None else dict(config)
         plan = Plan(src, layout, chooser(policy, layout, src), filter, requantize)
+        check_room(folder, plan.bytes)
         report = Report(layout.name, folder, left=plan.left, was=sum(map(src.nbytes, plan.names)))
         job = _Job(src, layout, plan, like, input_amax or {}, report)
         with Bar(report.was, progress) as bar, Writer(folder, shard, overwrite) as writer:

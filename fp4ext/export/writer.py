@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -81,7 +82,10 @@ class Writer:
 
     def _flush(self) -> None:
         path = self._aside / f"shard-{len(self._shards)}"
-        save_file(_own_storage(self._tensors), path, self._metadata)
+        try:
+            save_file(_own_storage(self._tensors), path, self._metadata)
+        except SafetensorError as error:  # the library's word for a full disk
+            raise OSError(f"{self.target}: cannot be written ({error})") from None
         os.chmod(path, 0o644)
         _sync(path)
         self._shards.append(list(self._tensors))
@@ -118,6 +122,15 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise Refused(f"{target}: holds other files; accepted: a new or empty folder, or a checkpoint with overwrite")
     if not overwrite:
         raise Refused(f"{target}: holds a checkpoint; accepted: a new or empty folder, or this one with overwrite")
+
+
+def check_room(target: Path, needed: int) -> None:
+    """Raises Refused where the disk has no room for so many bytes beside what is there."""
+    there = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        what = f"needs {needed:,} bytes beside what is there, and the disk has {free:,} free"
+        raise Refused(f"{target}: {what}; accepted: a disk with room")
 
 
 def publish(aside: Path, target: Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -65,8 +65,8 @@ def latest(folder: Path) -> Path | None:
     return steps[-1] if steps else None
 
 
-def load(folder: Path) -> tuple[dict, Files]:
-    """Manifest and tensors of the newest step in `folder`.
+def load(folder: Path, only: Collection[str] | None = None) -> tuple[dict, Files]:
+    """Manifest and tensors of the newest step in `folder`; of the files `only`, by names such as "bf16.weights".
 
     Raises:
         Refused: there is none, or one of its files is missing, truncated or altered.
@@ -81,6 +81,8 @@ def load(folder: Path) -> tuple[dict, Files]:
         raise Refused(f"{path}: the checkpoint is damaged: manifest.json is missing or unreadable ({error})") from None
     files = {}
     for name, facts in expected:
+        if only is not None and name.removesuffix(".safetensors") not in only:
+            continue
         try:
             data = (path / name).read_bytes()
         except OSError as error:

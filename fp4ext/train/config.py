@@ -90,18 +90,9 @@ class Config:
         """The name of a policy; that of a file is read."""
         if not policy.endswith(policy_file.SUFFIXES):
             return policy
-        try:
-            loaded = policy_file.load(policy)
-        except ValueError as error:
-            raise Refused(f"--policies: {error}") from None
-        name = loaded.name
-        if name in known or name in self.own or not re.fullmatch(r"[\w.-]+", name):
-            raise Refused(
-                f"--policies: {policy} names its policy {name!r}; accepted: a name of its own, of letters, digits, "
-                f"'_', '-' and '.', and none of {', '.join(known)}"
-            )
-        self.own[name], self.files[name] = policy_file.to_dict(loaded), policy
-        return name
+        loaded = own_policy("--policies", policy, [*known, *self.own])
+        self.own[loaded.name], self.files[loaded.name] = policy_file.to_dict(loaded), policy
+        return loaded.name
 
     def policy(self, name: str) -> fp4ext.Policy:
         """The policy of an arm."""
@@ -126,6 +117,24 @@ class Config:
             return cls(**values, data=data_paths)
         except (KeyError, TypeError) as error:
             raise Refused(f"config.json: not a configuration that this version of fp4ext knows ({error})") from None
+
+
+def own_policy(option: str, path: str, known: Sequence[str]) -> fp4ext.Policy:
+    """The policy of a file that a person gave to an option.
+
+    Raises:
+        Refused: it is no policy file, or its name is among `known` or no name.
+    """
+    try:
+        loaded = policy_file.load(path)
+    except ValueError as error:
+        raise Refused(f"{option}: {error}") from None
+    if loaded.name in known or not re.fullmatch(r"[\w.-]+", loaded.name):
+        raise Refused(
+            f"{option}: {path} names its policy {loaded.name!r}; accepted: a name of its own, of letters, digits, "
+            f"'_', '-' and '.', and none of {', '.join(known)}"
+        )
+    return loaded
 
 
 def facts(config: Config) -> dict:

@@ -52,10 +52,13 @@ class Lines(Silent):
 
 
 class Bars(Silent):
-    """A progress bar and, below it, a row for each arm: training loss (smoothed), validation loss, gap to BF16."""
+    """A progress bar and, below it, a row for each arm: training loss (smoothed), validation loss, gap to BF16.
 
-    def __init__(self, console):
-        self.console = console
+    above: what is drawn over them, of a job that this is a stage of; all of it then goes when the stage is over.
+    """
+
+    def __init__(self, console, above=None):
+        self.console, self.above = console, above
 
     def start(self, arms, start: int, steps: int, out: Path) -> None:
         from rich.live import Live
@@ -81,7 +84,8 @@ class Bars(Silent):
         )
         self.task = self.progress.add_task("", total=steps, completed=start)
         self.arms = {a.policy: {"policy": a.policy} for a in arms}
-        self.live = Live(self._view(), console=self.console, refresh_per_second=4)
+        transient = self.above is not None
+        self.live = Live(self._drawn(), console=self.console, refresh_per_second=4, transient=transient)
         self.live.start()
 
     def step(self, done: int, lines: list[dict]) -> None:
@@ -92,7 +96,7 @@ class Bars(Silent):
                     arm[key] = line[key] if key not in arm else 0.9 * arm[key] + 0.1 * line[key]
             arm.update({key: line[key] for key in ("valid_loss", "diverged") if key in line})
         self.progress.update(self.task, completed=done)
-        self.live.update(self._view())
+        self.live.update(self._drawn())
 
     def note(self, text: str) -> None:
         self.console.print(text, style="dim", highlight=False)
@@ -100,6 +104,11 @@ class Bars(Silent):
     def close(self) -> None:
         if hasattr(self, "live"):
             self.live.stop()
+
+    def _drawn(self):
+        from rich.console import Group
+
+        return self._view() if self.above is None else Group(self.above, self._view())
 
     def _view(self):
         from rich.console import Group

@@ -7,6 +7,9 @@ around what may be converted alone: those products have BF16 operands and result
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -73,6 +76,40 @@ def build(shape: Shape, seed: int) -> nn.Module:
         return Inkling2ForCausalLM(config)
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """Without transformers' own progress bars."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Let transformers read experts of the release's layout into this class.
+
+    transformers (5.24) knows their NVFP4 for the class inkling2_loop alone. Its public registry of conversions gives
+    inkling2 that reader too, for the time of this context.
+    """
+    from transformers import conversion_mapping
+
+    kind = "inkling2_text"
+    own, loop = (conversion_mapping.get_checkpoint_conversion_mapping(k) for k in (kind, "inkling2_loop_text"))
+    experts = lambda reader: any("experts" in pattern for pattern in reader.source_patterns)  # noqa: E731
+    both = [r for r in loop if experts(r)] + [r for r in own if not experts(r)]
+    conversion_mapping.register_checkpoint_conversion_mapping(kind, both, overwrite=True)
+    try:
+        yield
+    finally:
+        conversion_mapping.register_checkpoint_conversion_mapping(kind, own, overwrite=True)
+
+
 def convert(model: nn.Module, policy: fp4ext.Policy) -> fp4ext.Report:
     """By a policy. Under bf16 the experts too become fp4ext's, which know autocast, and quantize nothing."""
     if policy.name != "bf16":
@@ -87,6 +124,19 @@ def convert(model: nn.Module, policy: fp4ext.Policy) -> fp4ext.Report:
             if not native:
                 bf16.serve(module)
     return report
+
+
+@torch.no_grad()
+def decoded(shape: Shape, model: nn.Module, policy: fp4ext.Policy) -> nn.Module:
+    """A plain model of the same weights, its experts as the policy's sampler quantizes them."""
+    plain = build(shape, seed=0)
+    plain.load_state_dict(model.state_dict())
+    for name, module in plain.named_modules():
+        if stacked.is_stacked(module):
+            spec = policy.recipe("rl_sampler", name).fprop.w
+            for w in module.parameters(recurse=False):
+                w.copy_(fp4ext.grouped_quantize(w, spec, role="w").dequantize(torch.float32))
+    return plain.eval()
 
 
 def _in_bf16(module: nn.Module) -> None:

@@ -157,8 +157,8 @@ def _finish(directory: run.Run, config: Config, corpus: data.Corpus, arms: list[
     rows = result.table(arms, losses, run.read_metrics(directory.path))
     done = Result(directory.path, finished=True, step=p.steps, rows=rows)
     with checkpoint.told("the report", kept=checkpoint.latest(directory.checkpoints)):
-        checkpoint.replace(directory.path / "result.json", done.to_json())
         report.write(directory.path, done)
+        checkpoint.replace(directory.path / "result.json", done.to_json())  # last: where it is, the run is done
     return done
 
 

@@ -58,37 +58,13 @@ def render(config: dict, metrics: list[dict], result: Result) -> str:
         f"{len(policies)} {'policies' if len(policies) > 1 else 'policy'} from the same weights on the same batches, "
         f"seed {run['seed']}."
     )
+    left = {name: why for row in result.rows if row.policy != "bf16" for name, why in row.left.items()}
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(_summary(result))}</p>",
+        f"<p>{escape(summary(result))}</p>",
         soft(said),
-        "<h2>Result</h2>",
-        _table(policies, result),
-        soft(ABOUT_TABLE),
-        "<h2>Loss</h2>",
-        _figure(loss_lines(policies, metrics), policies, "Loss by step", "nat/byte", _top(metrics)),
-        soft("Points: validation loss. Faint: training loss of single batches. The first steps leave the picture."),
-    ]
-    gaps = gap_lines(policies, metrics, preset["steps"])
-    if gaps:
-        parts += [
-            "<h2>Gap to bf16</h2>",
-            _figure(gaps, policies, "Gap of the validation loss to bf16 by step", "mnat", None, zero=True),
-            soft(
-                f"From evaluations along the way, {preset['eval_windows']} windows each; the first tenth is left out."
-            ),
-        ]
-    loads = load_lines(policies, metrics)
-    if loads:
-        parts += [
-            "<h2>Balance of the experts</h2>",
-            _figure(loads, policies, "Load of the busiest expert by step", "× an even share", None),
-            soft(ABOUT_LOAD),
-        ]
-    left = {name: why for row in result.rows if row.policy != "bf16" for name, why in row.left.items()}
-    if left:
-        parts += ["<h2>What is not quantized</h2>", pairs(left)]
-    parts += [
+        *sections(config, metrics, result),
+        *(["<h2>What is not quantized</h2>", pairs(left)] if left else []),
         "<h2>To repeat it</h2>",
         f"<pre>{escape(config['command'])}</pre>",
         "<h2>Configuration</h2>",
@@ -97,6 +73,36 @@ def render(config: dict, metrics: list[dict], result: Result) -> str:
         pairs(_flat({"text": {k: v for k, v in data.items() if k != "paths"}, **config["facts"]})),
     ]
     return page(title, parts)
+
+
+def sections(config: dict, metrics: list[dict], result: Result, level: int = 2) -> list[str]:
+    """The table and the curves, under headings of that level."""
+    preset, policies = config["run"]["preset"], config["run"]["policies"]
+    parts = [
+        f"<h{level}>Result</h{level}>",
+        _table(policies, result),
+        soft(ABOUT_TABLE),
+        f"<h{level}>Loss</h{level}>",
+        _figure(loss_lines(policies, metrics), policies, "Loss by step", "nat/byte", _top(metrics)),
+        soft("Points: validation loss. Faint: training loss of single batches. The first steps leave the picture."),
+    ]
+    gaps = gap_lines(policies, metrics, preset["steps"])
+    if gaps:
+        parts += [
+            f"<h{level}>Gap to bf16</h{level}>",
+            _figure(gaps, policies, "Gap of the validation loss to bf16 by step", "mnat", None, zero=True),
+            soft(
+                f"From evaluations along the way, {preset['eval_windows']} windows each; the first tenth is left out."
+            ),
+        ]
+    loads = load_lines(policies, metrics)
+    if loads:
+        parts += [
+            f"<h{level}>Balance of the experts</h{level}>",
+            _figure(loads, policies, "Load of the busiest expert by step", "× an even share", None),
+            soft(ABOUT_LOAD),
+        ]
+    return parts
 
 
 def loss_lines(policies: list[str], metrics: list[dict]) -> list[Line]:
@@ -134,7 +140,7 @@ def load_lines(policies: list[str], metrics: list[dict]) -> list[Line]:
     return lines
 
 
-def _summary(result: Result) -> str:
+def summary(result: Result) -> str:
     rows = [row for row in result.rows if row.final_loss is not None and row.diverged is None]
     if not rows:
         return "No policy finished with a finite loss."

@@ -59,6 +59,17 @@ class Result:
     def report(self) -> Path:
         return self.out / "report.html"
 
+    @property
+    def at(self) -> str:
+        """Where it stands."""
+        return f"step {self.step}"
+
+    @classmethod
+    def read(cls, out: Path) -> Result:
+        """That of a finished run."""
+        found = json.loads((out / "result.json").read_bytes())
+        return cls(out, finished=True, step=found["step"], rows=tuple(Row(**row) for row in found["rows"]))
+
     def to_json(self) -> bytes:
         return (
             json.dumps(

@@ -111,7 +111,7 @@ def create(path: Path, config: dict) -> Run:
     check_free(path, config)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
+        lock = locked(path)
         checkpoint.replace(path / "config.json", json.dumps(config, indent=1).encode() + b"\n")
         return Run(path, config, lock, os.open(path / "metrics.jsonl", APPEND | os.O_CREAT | os.O_TRUNC, 0o644))
     except OSError as error:
@@ -120,7 +120,7 @@ def create(path: Path, config: dict) -> Run:
         ) from None
 
 
-def check_free(path: Path, config: dict) -> None:
+def check_free(path: Path, config: dict, checkpoints: str = "checkpoints") -> None:
     """Raise Refused unless a run of this configuration may begin in that directory. One that never got to its first
     checkpoint may begin again."""
     if not path.exists():
@@ -138,14 +138,14 @@ def check_free(path: Path, config: dict) -> None:
     if differences:
         what = f"holds a run of another configuration ({'; '.join(differences)})"
         raise Refused(f"--out {path}: {what}; accepted: a new or empty directory")
-    if checkpoint.latest(path / "checkpoints") is None:
+    if checkpoint.latest(path / checkpoints) is None:
         return
     raise Refused(f"--out {path}: holds this very run; to go on: --resume {path}; to begin again: another --out")
 
 
 def reopen(path: Path) -> Run:
     """Open a run that exists. Raises Refused if there is none, or if another process has it."""
-    config, lock = read_config(path), _lock(path)
+    config, lock = read_config(path), locked(path)
     try:
         return Run(path, config, lock, os.open(path / "metrics.jsonl", APPEND))
     except OSError as error:
@@ -175,7 +175,8 @@ def read_metrics(path: Path) -> list[dict]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def _lock(path: Path) -> int:
+def locked(path: Path) -> int:
+    """A descriptor that holds the directory until it is closed. Raises Refused where another process has it."""
     fd = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,6 +7,7 @@ import torch
 
 from fp4ext.train import Preset, Shape, data
 from fp4ext.train.arm import Arm
+from fp4ext.train.model import Transformer
 
 PRESET = Preset(
     "audited",
@@ -16,6 +17,11 @@ PRESET = Preset(
     lr=4e-3,
     min_lr=1e-3,
     warmup=4,
+)
+
+
+MIXTURE = PRESET.with_(
+    name="mixed", shape=Shape(layers=2, d=64, heads=2, ffn=32, context=64, experts=4, top_k=2, expert_ffn=48)
 )
 
 
@@ -33,23 +39,40 @@ def corpus():
     return data.load([argparse.__file__], PRESET.shape.context)
 
 
-@pytest.fixture(scope="session")
-def trained(corpus):
+def train(preset, corpus):
     """The weights of a short run, as a state_dict."""
     torch.manual_seed(0)
-    arm = Arm("bf16", PRESET, 0, torch.device("cpu"))
-    for step in range(PRESET.steps):
-        arm.step(*corpus.batch(0, step, PRESET.batch, PRESET.shape.context), step)
+    arm = Arm("bf16", preset, 0, torch.device("cpu"))
+    for step in range(preset.steps):
+        arm.step(*corpus.batch(0, step, preset.batch, preset.shape.context), step)
     return {name: t.clone() for name, t in arm.model.state_dict().items()}
+
+
+def filled(preset, weights):
+    model = Transformer(preset.shape)
+    model.load_state_dict(weights)
+    return model
+
+
+@pytest.fixture(scope="session")
+def trained(corpus):
+    return train(PRESET, corpus)
+
+
+@pytest.fixture(scope="session")
+def trained_mixture(corpus):
+    return train(MIXTURE, corpus)
 
 
 @pytest.fixture
 def model(trained):
-    from fp4ext.train.model import Transformer
+    return filled(PRESET, trained)
 
-    model = Transformer(PRESET.shape)
-    model.load_state_dict(trained)
-    return model
+
+@pytest.fixture
+def mixture(trained_mixture):
+    """A mixture of experts beside a shared one."""
+    return filled(MIXTURE, trained_mixture)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Advice: it reproduces the policy that ships by measurement, keeps a budget, and says why."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,11 @@ def test_goals_rank_differently(monkeypatch):
         for goal in ("error", "bias", "speed", "memory")
     }
     assert ranked == {"error": "dcba", "bias": "dcba", "speed": "bcda", "memory": "cbda"}
+    # A layer that is sick under every candidate must not hide that one of them is faulty everywhere.
+    made[:] = [replace(s, faults=("sick",)) for s in made]
+    made[3] = replace(made[3], faults=("sick", "b", "c"))
+    ranked = _scores(dict.fromkeys("abcd"), "backward", [], None, 3, "error", lambda *a: None)
+    assert "".join(s.name for s in ranked) == "acbd"
 
 
 def test_what_it_refuses(model, batches):

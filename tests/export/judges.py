@@ -4,7 +4,7 @@
 into docs/interchange.md.
 """
 
-import shutil
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import fp4ext
-from fp4ext import Fprop, Policy, Recipe, Spec
+from fp4ext import Fprop, Policy, Recipe, Spec, formats
 from fp4ext.export import load, save
 from fp4ext.testing import assert_bytes_equal
 
@@ -41,11 +41,11 @@ BIT_EQUAL = "weights bit-equal, logits equal"
 EQUAL = "weights equal (its table has no −0)"
 
 
-def case(layout: str, formats: str, judge: str, direction: str, seen: str):
+def case(layout: str, stored: str, judge: str, direction: str, seen: str):
     """Add a check: what is `seen` when it passes."""
 
     def add(check):
-        CASES.append(Case(layout, formats, judge, direction, seen, check))
+        CASES.append(Case(layout, stored, judge, direction, seen, check))
         return check
 
     return add
@@ -331,9 +331,9 @@ def gpt_oss_torchao(tmp: Path):
 def inkling2_loop(tmp: Path):
     save(models.plain("inkling2_loop", tmp / "plain"), tmp / "out", "inkling2", policy=mixed())
     checkpoint = load(tmp / "out")
-    formats = {n: checkpoint.format(n).name for n in checkpoint if checkpoint.format(n)}
-    assert formats["model.llm.layers.0.mlp.experts.w13_weight"] == "nvfp4"
-    assert formats["model.llm.layers.5.mlp.experts.w2_weight"] == "mxfp8"
+    stored = {n: checkpoint.format(n) for n in checkpoint if checkpoint.format(n)}
+    assert stored["model.llm.layers.0.mlp.experts.w13_weight"] is formats.NVFP4
+    assert stored["model.llm.layers.5.mlp.experts.w2_weight"] is formats.MXFP8
     for dtype in (torch.bfloat16, torch.float32):
         theirs = models.opened(tmp / "out", dtype=dtype)
         twin = models.opened(models.plain_twin(tmp / "out", tmp / "plain", tmp / f"twin-{dtype}", dtype), dtype=dtype)
@@ -341,24 +341,44 @@ def inkling2_loop(tmp: Path):
         assert_bytes_equal(models.logits(theirs), models.logits(twin), "logits")
 
 
-@case("inkling2", "nvfp4 + mxfp8", "transformers (inkling2, its decoder of experts)", WRITES, BIT_EQUAL)
-def inkling2(tmp: Path):
-    from transformers.core_model_loading import Inkling2LoopDequantizeExperts
+def _inkling2(tmp: Path, policy) -> None:
+    """transformers' class inkling2 made of what `save` writes: its weights and logits are those fp4ext decodes.
 
-    save(models.plain("inkling2", tmp / "plain"), tmp / "out", "inkling2", policy=mixed())
-    ours, checkpoint, theirs = models.dense(load(tmp / "out")), load(tmp / "out"), {}
-    for name in checkpoint:
-        raw = {role: checkpoint.folder.read(t) for role, t in checkpoint.group(name).items()}
-        if checkpoint.format(name) is None:
-            continue
-        order = [r for r in ("plain", "scale", "amax", "denominator") if r in raw]
-        patterns = ["plain", "scale", "amax", "denominator"]
-        theirs[name] = Inkling2LoopDequantizeExperts().convert({r: [raw[r]] for r in order}, patterns, ["out"])["out"]
-    same(theirs, {name: ours[name] for name in theirs})
-    twin = models.plain_twin(tmp / "out", tmp / "plain", tmp / "twin")
-    shutil.copytree(twin, tmp / "dense")
-    models.folder_of(tmp / "dense", ours | theirs)
-    assert_bytes_equal(models.logits(models.opened(twin)), models.logits(models.opened(tmp / "dense")), "logits")
+    transformers registers the reader of the release's experts for inkling2_loop alone; of inkling2 it expects MXFP8 and
+    leaves it packed, for a GPU. Its public registry gives inkling2 that reader; the twin is loaded by its own.
+    """
+    from transformers import conversion_mapping
+
+    save(models.plain("inkling2", tmp / "plain"), tmp / "out", "inkling2", policy=policy)
+    config = json.loads((tmp / "out" / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (tmp / "out" / "config.json").write_text(json.dumps(config))
+    twin = models.opened(models.plain_twin(tmp / "out", tmp / "plain", tmp / "twin"))
+    own, loop = map(conversion_mapping.get_checkpoint_conversion_mapping, ("inkling2_text", "inkling2_loop_text"))
+    of_experts = lambda reader: any("experts" in pattern for pattern in reader.source_patterns)  # noqa: E731
+    reads = [r for r in loop if of_experts(r)] + [r for r in own if not of_experts(r)]
+    conversion_mapping.register_checkpoint_conversion_mapping("inkling2_text", reads, overwrite=True)
+    try:
+        theirs = models.opened(tmp / "out")
+    finally:
+        conversion_mapping.register_checkpoint_conversion_mapping("inkling2_text", own, overwrite=True)
+    assert type(theirs).__name__ == "Inkling2ForCausalLM"
+    same(theirs.state_dict(), twin.state_dict())
+    assert_bytes_equal(models.logits(theirs), models.logits(twin), "logits")
+
+
+INKLING2 = "transformers (inkling2, with the loop's reader of experts)"
+
+
+@case("inkling2", "nvfp4 + mxfp8", INKLING2, WRITES, BIT_EQUAL)
+def inkling2(tmp: Path):
+    _inkling2(tmp, mixed())
+    assert {load(tmp / "out").format(name) for name in load(tmp / "out")} == {None, formats.NVFP4, formats.MXFP8}
+
+
+@case("inkling2", "mxfp8", INKLING2, WRITES, BIT_EQUAL)
+def inkling2_mxfp8_alone(tmp: Path):
+    _inkling2(tmp, "mxfp8")
 
 
 def _modelopt_experts(seed: int):

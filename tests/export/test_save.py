@@ -1,61 +1,20 @@
-"""save: what is quantized, how it is named and shared, what is kept; and that it happens whole or not at all."""
+"""save: what is quantized, how it is named and shared, what is left, and what is refused."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import fp4ext
 from fp4ext import Policy, QTensor, Spec, quantize
-from fp4ext.export import LAYOUTS, Refused, convert, inspect, load, save
+from fp4ext.export import Refused, convert, inspect, load, save
 from fp4ext.testing import assert_bytes_equal, generate
 
 from .judges import mixed
 from .models import folder_of, plain
-
-SWEEP = Spec("nvfp4", "sweep", outer="pow2")
-MXFP4 = Spec("mxfp4")
-
-
-def weight(*shape, seed=0):
-    return generate("student_t3", *shape, seed=seed, dtype=torch.bfloat16)
-
-
-def same(a: QTensor, b: QTensor):
-    assert a.format is b.format and a.shape == b.shape
-    for name, t in a.tensors().items():
-        assert_bytes_equal(t, b.tensors()[name], name)
-
-
-def dense_model():
-    """Names of every kind."""
-    return {
-        "model.embed_tokens.weight": weight(80, 64),
-        "model.layers.0.self_attn.q_proj.weight": weight(64, 64, seed=1),
-        "model.layers.0.self_attn.k_proj.weight": weight(32, 64, seed=2) * 3,
-        "model.layers.0.self_attn.v_proj.weight": weight(32, 64, seed=3) / 8,
-        "model.layers.0.self_attn.q_proj.bias": weight(64),
-        "model.layers.0.self_attn.o_proj.weight": weight(64, 64, seed=4),
-        "model.layers.0.mlp.gate_proj.weight": weight(96, 64, seed=5),
-        "model.layers.0.mlp.up_proj.weight": weight(96, 64, seed=6) * 9,
-        "model.layers.0.mlp.down_proj.weight": weight(64, 96, seed=7),
-        "model.layers.0.mlp.gate.weight": weight(64, 64, seed=8),
-        "model.layers.0.conv.weight": weight(64, 1, 4),
-        "model.layers.0.norm.weight": weight(64),
-        "model.layers.0.tiny.weight": weight(8, 64),
-        "model.layers.0.odd.weight": weight(64, 40),
-        "model.layers.0.half.weight": weight(64, 64).double(),
-        "lm_head.weight": weight(80, 64, seed=9),
-    }
-
+from .weights import MXFP4, SWEEP, dense_model, experts, same, weight
 
 LEFT = {
     "model.embed_tokens.weight": "an embedding, norm, convolution or head, by its name",
@@ -188,6 +147,41 @@ def test_qtensors_are_written_as_they_are(tmp_path):
     same(load(tmp_path / "out")["a.weight"], q)
 
 
+def test_policy_objects_and_specs_are_the_same_thing(tmp_path):
+    both = fp4ext.Recipe(fp4ext.Fprop(SWEEP, SWEEP))
+    for i, policy in enumerate(("end_to_end", SWEEP, SWEEP.key, Policy("mine", both))):
+        save(dense_model(), tmp_path / f"{i}", policy=policy)
+    first = (tmp_path / "0/model.safetensors").read_bytes()
+    assert (tmp_path / "3/model.safetensors").read_bytes() == first
+    # A spec for all leaves no module out by name.
+    assert load(tmp_path / "1").format("model.layers.0.mlp.gate.weight") is not None
+    assert (tmp_path / "1/model.safetensors").read_bytes() == (tmp_path / "2/model.safetensors").read_bytes()
+
+
+def test_a_policy_from_a_file(tmp_path):
+    """As anywhere; a file that is not there is said to be missing, not taken for a spec."""
+    path = tmp_path / "mine.toml"
+    path.write_text(fp4ext.policy_file.dumps(fp4ext.policies.get("end_to_end").with_(keep=("o_proj", "gate"))))
+    report = save(dense_model(), tmp_path / "out", policy=str(path))
+    assert "keeps modules" in report.left["model.layers.0.self_attn.o_proj.weight"]
+    with pytest.raises(ValueError, match="none.toml"):
+        save(dense_model(), tmp_path / "two", policy="none.toml")
+
+
+def test_a_transformers_model_by_the_names_of_its_own_checkpoint(tmp_path):
+    from .models import MODELS
+
+    torch.manual_seed(0)
+    model = MODELS["inkling2_loop"]().bfloat16()
+    save(model, tmp_path / "out", "inkling2")
+    plain("inkling2_loop", tmp_path / "plain")
+    assert load(tmp_path / "out").keys() == load(tmp_path / "plain").keys()
+    llama = MODELS["llama"]().bfloat16()
+    fp4ext.convert(llama, "mxfp8", filter=lambda name, module: "mlp" in name)
+    report = save(llama, tmp_path / "llama")
+    assert {name.split(".")[3]: fmt for name, fmt in report.quantized.items()} == {"mlp": "mxfp8", "self_attn": "nvfp4"}
+
+
 # Blocks of zeros, dead experts
 
 
@@ -203,16 +197,6 @@ def test_zero_blocks_have_a_scale_that_can_be_divided_by(layout, tmp_path):
     assert_bytes_equal(values, quantize(x, "nvfp4", outer="pow2").dequantize(torch.float32))
     again = x.float() / q.scales.float().repeat_interleave(16, -1)
     assert again.isfinite().all()
-
-
-@pytest.mark.parametrize("layout", ["inkling", "inkling2", "fp4ext"])
-def test_a_dead_expert(layout, tmp_path):
-    x = weight(3, 64, 64)
-    x[1] = 0
-    save({"m.experts.w2_weight": x}, tmp_path / "out", layout)
-    q = load(tmp_path / "out")["m.experts.w2_weight"]
-    assert q.global_scale.shape == (3, 1, 1) and (q.global_scale > 0).all()
-    assert not q.dequantize(torch.float32)[1].any() and q.dequantize(torch.float32)[2].any()
 
 
 def test_an_expert_with_amax_0_goes_into_a_layout_of_divisors(tmp_path):
@@ -235,205 +219,6 @@ def test_what_is_not_finite_is_refused_by_name(tmp_path):
             with pytest.raises(Refused, match="'model.layers.0.mlp.up_proj.weight' holds NaN or infinity"):
                 save(x, tmp_path / "out", **how)
     assert not any(tmp_path.iterdir())
-
-
-# Experts, in every arrangement
-
-
-def experts(arrangement: str, alternating=False):
-    """One layer's experts, 3 of [2·32 × 64] and [64 × 32], and the plain weight of each projection."""
-    gate, up, down = weight(3, 32, 64, seed=1), weight(3, 32, 64, seed=2) * 4, weight(3, 64, 32, seed=3)
-    truth = {f"m.experts.{e}.{part}.weight": t[e] for e in range(3) for part, t in
-             (("gate_proj", gate), ("up_proj", up), ("down_proj", down))}  # fmt: skip
-    halves, rows = torch.cat((gate, up), 1), torch.stack((gate, up), 2).reshape(3, 64, 64)
-    source = {
-        "separate": truth,
-        "w123": {
-            n.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2"): t
-            for n, t in truth.items()
-        },  # fmt: skip
-        "stacked": {"m.experts.gate_up_proj": halves, "m.experts.down_proj": down},
-        "alternating": {"m.experts.w13_weight": rows, "m.experts.w2_weight": down},
-        "gpt-oss": {"m.experts.gate_up_proj": rows.mT, "m.experts.down_proj": down.mT},
-    }
-    return source[arrangement], truth
-
-
-PAIR = ("gate_proj", "up_proj")
-
-
-def projections(out) -> dict[str, torch.Tensor]:
-    """The decoded weight of each projection, whatever arrangement the checkpoint has."""
-    found = {}
-    for name, q in out.items():
-        w = q.dequantize(torch.float32)
-        part = name.split(".")[-2] if name.endswith(".weight") else name.rpartition(".")[2]
-        if part in ("w13_weight", "gate_up_proj"):
-            in_halves = out.layout.name == "fp4ext" and part == "gate_up_proj"
-            halves = w.chunk(2, 1) if in_halves else w.unflatten(1, (-1, 2)).unbind(2)
-            for half, t in zip(PAIR, halves, strict=True):
-                found |= {f"m.experts.{e}.{half}.weight": t[e] for e in range(3)}
-        elif w.dim() == 3:
-            found |= {f"m.experts.{e}.down_proj.weight": w[e] for e in range(3)}
-        else:
-            named = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(part, part)
-            found[name.replace(f".{part}.", f".{named}.")] = w
-    return found
-
-
-ARRANGEMENTS = ["separate", "w123", "stacked", "alternating", "gpt-oss"]
-HOLDS = {"gpt-oss": MXFP4}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_experts(arrangement, layout, tmp_path):
-    """Every arrangement goes into every layout: each projection decodes to what it quantizes to by itself."""
-    source, truth = experts(arrangement)
-    config = {"model_type": "gpt_oss"} if arrangement == "gpt-oss" else {}
-    report = save(folder_of(tmp_path / "in", source, config), tmp_path / "out", layout)
-    assert not report.left
-    out = load(tmp_path / "out")
-    found = projections(out)
-    assert found.keys() == truth.keys()
-    spec = HOLDS.get(layout, SWEEP)
-    for name, w in truth.items():
-        half = next((half for half in PAIR if half in name), None)
-        group = [truth[name.replace(half, other)] for other in PAIR] if half else [w]
-        amax = torch.stack([t.abs().max() for t in group]).max().float() if spec is SWEEP else None
-        assert_bytes_equal(found[name] + 0.0, quantize(w, spec, amax=amax).dequantize(torch.float32) + 0.0, name)
-
-
-CHAINS = [
-    ("compressed-tensors", "inkling2"),
-    ("inkling", "compressed-tensors"),
-    ("inkling2", "modelopt"),
-    ("inkling2", "inkling"),
-    ("modelopt", "compressed-tensors"),
-    ("inkling2", "fp4ext"),
-    ("fp4ext", "inkling"),
-]
-
-
-@pytest.mark.parametrize("one, other", CHAINS)
-def test_there_and_back_is_the_same_file(one, other, tmp_path):
-    source, _ = experts("alternating")
-    save(source, tmp_path / "a", one)
-    forth = convert(tmp_path / "a", tmp_path / "b", other)
-    back = convert(tmp_path / "b", tmp_path / "c", one)
-    assert not forth.lost and not back.lost and not forth.left
-    before, after = (load_file(tmp_path / x / "model.safetensors") for x in "ac")
-    assert before.keys() == after.keys()
-    for name, t in before.items():
-        assert_bytes_equal(after[name], t, name)
-
-
-@pytest.mark.parametrize("other", ["fp4ext", "compressed-tensors"])
-def test_gpt_oss_there_and_back(other, tmp_path):
-    """Its rows alternate under a name that elsewhere promises halves."""
-    source, _ = experts("gpt-oss")
-    save(folder_of(tmp_path / "in", source, {"model_type": "gpt_oss"}), tmp_path / "a", "gpt-oss")
-    convert(tmp_path / "a", tmp_path / "b", other)
-    convert(tmp_path / "b", tmp_path / "c", "gpt-oss")
-    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "c/model.safetensors").read_bytes()
-
-
-def test_outer_scales_that_differ_do_not_stack(tmp_path):
-    x = {f"m.experts.0.{part}.weight": quantize(weight(32, 64, seed=i) * 100**i, SWEEP)
-         for i, part in enumerate(("gate_proj", "up_proj"))}  # fmt: skip
-    with pytest.raises(Refused, match="gate and up of an expert have outer scales that differ"):
-        save(x, tmp_path / "out", "inkling2")
-    assert not (tmp_path / "out").exists()
-
-
-def test_experts_of_a_stack_are_quantized_alike(tmp_path):
-    source, _ = experts("separate")
-    with pytest.raises(Refused, match="would be in one stack, and are not quantized alike"):
-        save(source, tmp_path / "out", "inkling2", filter=lambda name, shape: ".1." not in name)
-    with pytest.raises(Refused, match="would be in one stack"):
-        save(source, tmp_path / "out", "inkling2", policy=mixed(pattern="*.2.down_proj"))
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("one, other", [("inkling2", "modelopt"), ("compressed-tensors", "inkling2")])
-def test_mxfp8_experts_there_and_back(one, other, tmp_path):
-    source, truth = experts("stacked")
-    save(source, tmp_path / "a", one, policy="mxfp8")
-    convert(tmp_path / "a", tmp_path / "b", other)
-    convert(tmp_path / "b", tmp_path / "c", one)
-    before, after = (load_file(tmp_path / x / "model.safetensors") for x in "ac")
-    assert before.keys() == after.keys()
-    for name, t in before.items():
-        assert_bytes_equal(after[name], t, name)
-    for name, w in projections(load(tmp_path / "b")).items():
-        assert_bytes_equal(w, quantize(truth[name], "mxfp8").dequantize(torch.float32), name)
-
-
-def test_a_missing_expert_is_named(tmp_path):
-    source, _ = experts("separate")
-    del source["m.experts.1.down_proj.weight"]
-    with pytest.raises(Refused, match=r"m.experts: experts \[0, 2\]"):
-        save(source, tmp_path / "out", "inkling2")
-
-
-def test_the_amax_that_is_stored(tmp_path):
-    """amax/denominator is the outer scale, bit for bit, whatever the outer scale is."""
-    for i, spec in enumerate((SWEEP, Spec("nvfp4", "amax", outer="expert"), Spec("nvfp4", "sweep", outer="expert"))):
-        x = weight(40, 32, 32, seed=i)
-        report = save({"m.experts.w2_weight": x}, tmp_path / f"{i}", "inkling2", policy=spec)
-        assert not report.lost
-        raw = load_file(tmp_path / f"{i}" / "model.safetensors")
-        got = raw["m.experts.w2_weight_amax"] / raw["m.experts.w2_weight_outer_scale_denominator"]
-        wanted = torch.stack([quantize(e, spec.with_(outer="tensor") if i else spec).global_scale for e in x])
-        assert_bytes_equal(got, wanted)
-        assert raw["m.experts.w2_weight_outer_scale_denominator"].shape == ()
-        if i == 0:
-            assert_bytes_equal(raw["m.experts.w2_weight_amax"], raw["m.experts.w2_weight_amax"].bfloat16().float())
-
-
-# Against stored scales
-
-
-@pytest.mark.parametrize("policy", ["end_to_end", "nvfp4/four_over_six", "mxfp8", "mxfp4", "nvidia"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_unchanged_weights_keep_their_bytes(policy, dtype, tmp_path):
-    """From the decoded weights, in the dtype that a trainer holds: the very same file. The rule need not be known."""
-    source = dense_model()
-    save(source, tmp_path / "a", policy=policy)
-    decoded = {n: w.dequantize(dtype) if isinstance(w, QTensor) else w for n, w in load(tmp_path / "a").items()}
-    report = save(decoded, tmp_path / "b", policy=policy, like=tmp_path / "a")
-    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
-    assert not report.clipped
-    name = "model.layers.0.mlp.down_proj.weight"
-    at = int(decoded[name][5].nonzero()[0])
-    decoded[name][5, at] *= -1
-    decoded[name][6, 0] = 1e4
-    report = save(decoded, tmp_path / "c", policy=policy, like=tmp_path / "a")
-    old, new = (load(tmp_path / x)[name].dequantize(torch.float32) for x in "ac")
-    assert {tuple(where) for where in (old != new).nonzero().tolist()} == {(5, at), (6, 0)}
-    assert report.clipped == {name: 1} and "1 elements in 1 weights were clipped" in str(report)
-
-
-def test_against_is_the_quantizers_rounding(tmp_path):
-    """New weights in their own stored scales: the quantizer's codes again, ties and signs of zero included."""
-    from fp4ext.export.against import against
-    from fp4ext.export.stored import Stored
-
-    for kind in ("gaussian", "student_t3", "integers", "zeros", "wide"):
-        for spec in (SWEEP, Spec("nvfp4"), Spec("nvfp4", outer="row"), Spec("mxfp8"), Spec("mxfp8_e5m2"), MXFP4):
-            x = generate(kind, 48, 128, seed=3)
-            q = quantize(x, spec)
-            made, clipped = against(x, Stored.of(q))
-            values = (made.q.dequantize(torch.float32), q.dequantize(torch.float32))
-            assert_bytes_equal(values[0] + 0.0, values[1] + 0.0, f"{kind} {spec}")
-    with pytest.raises(ValueError, match=r"accepted: \(48, 128\)"):
-        against(x[1:], Stored.of(q))
-
-
-def test_like_must_be_of_the_same_layout(tmp_path):
-    save(dense_model(), tmp_path / "a", "modelopt")
-    with pytest.raises(Refused, match="like is in layout modelopt; accepted: compressed-tensors"):
-        save(dense_model(), tmp_path / "b", like=tmp_path / "a")
 
 
 # Calibration, other files
@@ -532,170 +317,6 @@ def test_matrices_in_a_layout_of_experts_become_bf16(tmp_path):
     assert_bytes_equal(load(tmp_path / "out")["a.weight"].float(), x["a.weight"].dequantize(torch.float32))
     x["a.weight"] = quantize(weight(64, 64), "nvfp4", scale="sweep")
     assert "rounded to BF16" in save(x, tmp_path / "two", "inkling2").lost["a.weight"]
-
-
-# Whole or not at all
-
-
-def test_a_target_that_is_taken(tmp_path):
-    out, x = tmp_path / "out", {"a.weight": weight(64, 64)}
-    out.mkdir()
-    save(x, out)  # empty: fine
-    with pytest.raises(Refused, match="holds a checkpoint; accepted: .* overwrite"):
-        save(x, out)
-    save({"b.weight": weight(64, 64)}, out, overwrite=True)
-    assert list(load(out)) == ["b.weight"] and [p.name for p in tmp_path.iterdir()] == ["out"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    for overwrite in (False, True):
-        with pytest.raises(Refused, match="holds other files"):
-            save(x, tmp_path / "mine", overwrite=overwrite)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match="not a folder"):
-        save(x, tmp_path / "file")
-    (tmp_path / "link").symlink_to(out)
-    with pytest.raises(Refused, match="not a folder"):
-        save(x, tmp_path / "link", overwrite=True)
-
-
-def test_the_source_may_be_overwritten(tmp_path):
-    folder_of(tmp_path / "in", dense_model())
-    save(tmp_path / "in", tmp_path / "in", overwrite=True)
-    assert load(tmp_path / "in").layout.name == "compressed-tensors"
-
-
-@pytest.mark.parametrize("at", ["save_file", "rename", "publish", "fsync"])
-def test_a_disk_that_gives_out(at, tmp_path, monkeypatch):
-    """At any step: the old checkpoint is whole, nothing else is left."""
-    from fp4ext.export import writer
-
-    out = tmp_path / "out"
-    save({"a.weight": weight(64, 64)}, out)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    where = {"save_file": (writer, "save_file"), "publish": (writer, "publish")}.get(at, (os, at))
-    monkeypatch.setattr(*where, full)
-    with pytest.raises(OSError, match="No space left"):
-        save(dense_model(), out, overwrite=True, shard=10_000)
-    monkeypatch.undo()
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_killed_in_the_middle(tmp_path):
-    """SIGKILL while shards are written over a checkpoint: the old one stays whole."""
-    out = tmp_path / "out"
-    save({"a.weight": weight(64, 64)}, out)
-    before = (out / "model.safetensors").read_bytes()
-    w = weight(512, 1024)
-    big = folder_of(tmp_path / "in", {f"l.{i}.weight": w.clone() for i in range(40)})
-    code = f"import fp4ext.export as e; e.save({str(big)!r}, {str(out)!r}, shard=1<<20, overwrite=True)"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(fp4ext.__file__).parent.parent)
-    deadline = time.monotonic() + 60
-    while not any(tmp_path.glob(".out.writing-*/shard-3")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert (out / "model.safetensors").read_bytes() == before and list(load(out)) == ["a.weight"]
-
-
-def test_shards_and_index(tmp_path):
-    report = save(dense_model(), tmp_path / "out", shard=8_000)
-    shards = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    assert len(shards) > 4 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
-    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == report.bytes and set(index["weight_map"].values()) == set(shards)
-    save(dense_model(), tmp_path / "one")
-    one, many = load(tmp_path / "one"), load(tmp_path / "out")
-    for name, w in one.items():
-        same(many[name], w) if isinstance(w, QTensor) else assert_bytes_equal(many[name], w)
-    native = save(dense_model(), tmp_path / "native", "fp4ext", shard=8_000)
-    assert native.quantized["model.layers.0.odd.weight"] == "nvfp4"  # padded inside: only here
-    for name, w in load(tmp_path / "native").items():
-        if name != "model.layers.0.odd.weight":
-            same(w, one[name]) if isinstance(w, QTensor) else assert_bytes_equal(w, one[name])
-
-
-PEAK = """
-import torch, fp4ext.export as export
-torch.set_num_threads(1)
-policy = "nvfp4/amax/nearest/1x16/pow2"
-export.save({{"a.weight": torch.randn(64, 64).bfloat16()}}, {small!r}, policy=policy)
-def peak():
-    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
-open("/proc/self/clear_refs", "w").write("5")
-before = peak()
-export.save({source!r}, {out!r}, policy=policy, shard=8 << 20)
-print(peak() - before)
-"""
-
-
-PARTS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
-
-
-@pytest.mark.slow
-def test_memory_is_a_shard_and_a_layer(tmp_path):
-    """A checkpoint of 235 MB goes through less than 38 MB: a shard of 8 MiB and a layer of 7 matrices, 29 MB.
-
-    Peak resident memory over that after a first small export, in a process of its own.
-    """
-    w, folder, weight_map = weight(1024, 2048), tmp_path / "in", {}
-    folder.mkdir()
-    for i in range(8):
-        shard, names = f"model-{i:05}.safetensors", [f"l.{i}.{part}.weight" for part in PARTS]
-        save_file({name: w.clone() for name in names}, folder / shard)
-        weight_map |= dict.fromkeys(names, shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    limit, size = (8 << 20) + 7 * w.nbytes, sum(path.stat().st_size for path in folder.iterdir())
-    assert size > 6 * limit
-    paths = {"small": tmp_path / "small", "source": folder, "out": tmp_path / "out"}
-    script = PEAK.format(**{name: str(path) for name, path in paths.items()})
-    here = Path(fp4ext.__file__).parent.parent
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=here)
-    assert run.returncode == 0, run.stderr
-    used = int(run.stdout)
-    print(f"{used / 1e6:.1f} MB of {limit / 1e6:.1f}")
-    assert 8e6 < used <= limit, f"{used / 1e6:.1f} MB, accepted: {limit / 1e6:.1f}"
-    assert inspect(tmp_path / "out").bits == pytest.approx(4.5, abs=0.01)
-
-
-def test_policy_objects_and_specs_are_the_same_thing(tmp_path):
-    both = fp4ext.Recipe(fp4ext.Fprop(SWEEP, SWEEP))
-    for i, policy in enumerate(("end_to_end", SWEEP, SWEEP.key, Policy("mine", both))):
-        save(dense_model(), tmp_path / f"{i}", policy=policy)
-    first = (tmp_path / "0/model.safetensors").read_bytes()
-    assert (tmp_path / "3/model.safetensors").read_bytes() == first
-    # A spec for all leaves no module out by name.
-    assert load(tmp_path / "1").format("model.layers.0.mlp.gate.weight") is not None
-    assert (tmp_path / "1/model.safetensors").read_bytes() == (tmp_path / "2/model.safetensors").read_bytes()
-
-
-def test_a_policy_from_a_file(tmp_path):
-    """As anywhere; a file that is not there is said to be missing, not taken for a spec."""
-    path = tmp_path / "mine.toml"
-    path.write_text(fp4ext.policy_file.dumps(fp4ext.policies.get("end_to_end").with_(keep=("o_proj", "gate"))))
-    report = save(dense_model(), tmp_path / "out", policy=str(path))
-    assert "keeps modules" in report.left["model.layers.0.self_attn.o_proj.weight"]
-    with pytest.raises(ValueError, match="none.toml"):
-        save(dense_model(), tmp_path / "two", policy="none.toml")
-
-
-def test_a_transformers_model_by_the_names_of_its_own_checkpoint(tmp_path):
-    from .models import MODELS
-
-    torch.manual_seed(0)
-    model = MODELS["inkling2_loop"]().bfloat16()
-    save(model, tmp_path / "out", "inkling2")
-    plain("inkling2_loop", tmp_path / "plain")
-    assert load(tmp_path / "out").keys() == load(tmp_path / "plain").keys()
-    llama = MODELS["llama"]().bfloat16()
-    fp4ext.convert(llama, "mxfp8", filter=lambda name, module: "mlp" in name)
-    report = save(llama, tmp_path / "llama")
-    assert {name.split(".")[3]: fmt for name, fmt in report.quantized.items()} == {"mlp": "mxfp8", "self_attn": "nvfp4"}
 
 
 def test_a_bar_where_somebody_looks(tmp_path, capsys):

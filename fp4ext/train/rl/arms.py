@@ -34,7 +34,7 @@ NAMES = ("matched", "mismatched", "tis", "rejection", "icepop", "bf16", "amax", 
 DEFAULT = ("bf16", "mismatched", "matched")
 
 
-def choose(name: str, policy: str) -> Choice:
+def choose(name: str, policy: str | Policy) -> Choice:
     """The arm of that name, in the 4 bits of a policy. Raises ValueError for an unknown one."""
     base = fp4ext.policies.get(policy)
     guards = {"tis": "token_tis", "rejection": "sequence_rejection", "icepop": "icepop"}

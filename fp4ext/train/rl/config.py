@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
 
+import fp4ext
+from fp4ext import policy_file
+
 from .. import cache, task
 from ..arm import policy_names
+from ..config import own_policy
 from ..errors import Refused
 from ..presets import whole
 from . import arms, grpo
@@ -24,7 +28,7 @@ class Config:
         source: the run that pretraining left. None: one is made first, on the task's own text.
         arms: names from arms.py.
         task: a name or a file (task.py). None: what the source run learned.
-        policy: whose 4 bits the arms use.
+        policy: whose 4 bits the arms use: a name, or a .toml or .json file; afterwards its name.
         steps, prompts, group: updates; prompts a step; completions of each.
         updates: minibatches a step, each an update of its own.
         lr, clip, kl_coef, level: see grpo.py; the KL is to the weights at the start.
@@ -32,6 +36,7 @@ class Config:
         kv_cache: "bf16", "mxfp8" or "nvfp4": what the sampler keeps keys and values in; the trainer rounds likewise.
         slots, rows: how many sequences the sampler and the trainer take at a time.
         eval_prompts: how many the reward before and after is measured on.
+        own: name → what its file held, of a policy that does not ship; filled in. file: that file.
 
     Raises:
         Refused: an argument that cannot be used.
@@ -57,6 +62,8 @@ class Config:
     rows: int = 128
     eval_prompts: int = 512
     save_every: int = 10
+    own: dict[str, dict] = field(default_factory=dict)
+    file: str | None = field(default=None, compare=False)
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
@@ -70,7 +77,12 @@ class Config:
             if name in self.arms[:i]:
                 raise Refused(f"--arms: {name!r} is given twice; accepted: different arms")
         four_bit = [name for name in policy_names() if name != "bf16"]
-        if self.policy not in four_bit:
+        if self.policy.endswith(policy_file.SUFFIXES):
+            loaded = own_policy("--policy", self.policy, policy_names())
+            put("file", self.policy)
+            put("own", {loaded.name: policy_file.to_dict(loaded)})
+            put("policy", loaded.name)
+        if self.policy not in (*four_bit, *self.own):
             raise Refused(f"--policy: {self.policy!r}; accepted: {', '.join(four_bit)}")
         for name in ("steps", "prompts", "updates", "slots", "rows", "eval_prompts", "save_every"):
             whole(f"--{name.replace('_', '-')}", getattr(self, name))
@@ -92,9 +104,18 @@ class Config:
             task.load(self.task)
             put("task", task.absolute(self.task))
 
+    @property
+    def chosen(self) -> fp4ext.Policy:
+        """The policy."""
+        return policy_file.from_dict(self.own[self.policy]) if self.own else fp4ext.policies.get(self.policy)
+
     def as_dict(self) -> dict:
         """The part of config.json that two equal runs share."""
-        return asdict(self) | {"arms": list(self.arms)}
+        values = asdict(self) | {"arms": list(self.arms)}
+        del values["file"]
+        if not self.own:
+            del values["own"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict) -> Config:
@@ -107,10 +128,13 @@ class Config:
 def command(config: Config) -> str:
     """The command that repeats a run."""
     words = ["python -m fp4ext rl"]
-    for field in fields(Config):
-        value = getattr(config, field.name)
-        if field.name == "threads" or (value != field.default and value is not None):
-            text = ",".join(value) if field.name == "arms" else str(value)
-            option = "from" if field.name == "source" else field.name.replace("_", "-")
-            words.append(f"--{option} {shlex.quote(text)}")
+    for option in fields(Config):
+        value = getattr(config, option.name)
+        if option.name in ("own", "file"):
+            continue
+        if option.name == "threads" or (value != option.default and value is not None):
+            text = ",".join(value) if option.name == "arms" else str(value)
+            text = config.file or text if option.name == "policy" else text
+            name = "from" if option.name == "source" else option.name.replace("_", "-")
+            words.append(f"--{name} {shlex.quote(text)}")
     return " ".join(words)

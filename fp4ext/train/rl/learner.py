@@ -18,15 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fp4ext
 
-from .. import cache, invariant, task
-from ..model import Transformer
+from .. import task
 from ..presets import Shape
-from ..sampler import Completion, Request, Sampler
-from . import grpo
+from ..sampler import Completion, Request
+from ..whole import Whole, shaped
+from . import grpo, models
 from .arms import choose
 from .config import Config
 
@@ -61,19 +61,22 @@ class Batch:
 class Learner:
     """An arm being reinforced.
 
+    Args:
+        kind: of model, as in a Preset.
+
     Attributes:
         policy: the arm's name.
         diverged: the step at which a loss or gradient stopped being finite, or None. It rests from then on.
     """
 
-    def __init__(self, name: str, config: Config, shape: Shape, weights: dict[str, Tensor]):
-        self.policy, self.config, self.choice = name, config, choose(name, config.policy)
+    def __init__(self, name: str, config: Config, shape: Shape, weights: dict[str, Tensor], kind: str = "transformer"):
+        self.policy, self.config, self.choice = name, config, choose(name, config.chosen)
         self.task = task.load(config.task)
-        build = lambda policy: _build(shape, weights, policy, config.kv_cache)  # noqa: E731
+        build = lambda policy: models.build(kind, shape, weights, policy, config.kv_cache)  # noqa: E731
         self.model = build(self.choice.trainer)
         same = self.choice.sampler == self.choice.trainer
         source = self.model if same else build(self.choice.sampler)
-        self.sampler = Sampler(source, slots=config.slots, seed=config.seed)
+        self.sampler = models.sampler(source, slots=config.slots, seed=config.seed)
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coef else None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -135,18 +138,21 @@ class Learner:
         return done, torch.tensor([float(self.task.reward(p, text)) for p, text in zip(prompts, texts, strict=True)])
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, model: Transformer | None = None) -> tuple[Tensor, float]:
+    def logprobs(self, batch: Batch, model: nn.Module | None = None) -> tuple[Tensor, float]:
         """The trainer's log-probs of the batch's tokens [n, time - 1], and its mean entropy where some were sampled."""
         parts, entropies = [], []
-        for rows in torch.arange(len(batch.tokens)).split(self.config.rows):
-            every = self._forward(batch.pick(rows), model or self.model)
+        whole = isinstance(self.sampler, Whole)
+        for rows in torch.arange(len(batch.tokens)).split(self.config.slots if whole else self.config.rows):
+            tokens = batch.tokens[rows]
+            given = shaped(tokens, self.config.slots, self.sampler.length) if whole else tokens
+            every = self._forward(given, model or self.model)[: len(rows), : tokens.shape[1] - 1]
             parts.append(every.gather(-1, batch.tokens[rows, 1:, None])[..., 0])
             entropies.append(-(every.exp() * every).sum(-1)[batch.mask[rows]])
         return torch.cat(parts), torch.cat(entropies).mean().item()
 
-    def _forward(self, batch: Batch, model: Transformer) -> Tensor:
-        with fp4ext.stage("rl_trainer"), torch.autocast("cpu", torch.bfloat16):
-            logits = model(batch.tokens)[:, :-1]
+    def _forward(self, tokens: Tensor, model: nn.Module) -> Tensor:
+        with fp4ext.stage("rl_trainer"):
+            logits = models.logits(model, tokens)[:, :-1]
         return (logits / self.config.temperature).log_softmax(-1)
 
     def _minibatches(self, rng: np.random.Generator) -> list[Tensor]:
@@ -157,7 +163,7 @@ class Learner:
 
     def _update(self, batch: Batch, rows: Tensor, old, advantage, weight, anchor) -> tuple[float, float]:
         c, part = self.config, batch.pick(rows)
-        every = self._forward(part, self.model)
+        every = self._forward(part.tokens, self.model)
         logprobs = every.gather(-1, part.tokens[:, 1:, None])[..., 0]
         anchor = None if anchor is None else anchor[rows]
         loss, clipped = grpo.loss(
@@ -188,14 +194,3 @@ class Learner:
             name, _, moment = key.rpartition(".")
             self.optimizer.state[parameters[name]][moment] = value
         self.sampler.refit(self.model)
-
-
-def _build(shape: Shape, weights: dict[str, Tensor], policy: fp4ext.Policy | None, kv_cache: str) -> Transformer:
-    """A model of those weights under a policy, with row-invariant products everywhere."""
-    model = Transformer(shape)
-    model.load_state_dict(weights)
-    if policy is not None:
-        fp4ext.convert(model, policy)
-    invariant.serve(model)
-    model.set_cache(cache.FORMATS[kv_cache])
-    return model

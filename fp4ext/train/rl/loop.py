@@ -25,7 +25,7 @@ from ..data import TASK, is_task
 from ..display import Silent
 from ..errors import Refused
 from ..interrupt import Interrupts
-from ..presets import Shape
+from ..presets import Preset
 from ..pretrain import pretrain
 from ..pretrain import resume as resume_pretraining
 from . import grpo, report, result
@@ -53,7 +53,7 @@ def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = Tr
         Stopped: the disk gave out; the last checkpoint is intact.
     """
     show, out = show or Silent(), Path(out)
-    begin = Start.read(config.source) if config.source else None
+    begin = Start.read(config.source, config.policy) if config.source else None
     config = _with_task(config, begin)
     settings = {
         "run": config.as_dict(),
@@ -75,7 +75,7 @@ def resume(out: str | Path, show=None, tensorboard: bool = True) -> Result:
         raise Refused(f"--resume {out}: its task {config.task} has changed; accepted: the task that it began with")
     for change in compare(settings["facts"], facts(PretrainConfig("task", policies=["bf16"]))):
         show.note(f"since the run began, {change}: what follows may differ in bits")
-    begin = Start.read(config.source) if config.source else None
+    begin = Start.read(config.source, config.policy) if config.source else None
     if begin and begin.facts()["start"] != settings["data"]["start"]:
         raise Refused(f"--resume {out}: the weights in {config.source} have changed; accepted: those it began with")
     with run.reopen(out) as directory:
@@ -86,27 +86,28 @@ def resume(out: str | Path, show=None, tensorboard: bool = True) -> Result:
 class Start:
     """The weights that every arm starts from, and the run they are from."""
 
-    def __init__(self, path: Path, policy: str, shape: Shape, weights: dict[str, Tensor], data: list[str], digest: str):
-        self.path, self.policy, self.shape, self.weights, self.data = path, policy, shape, weights, data
-        self.digest = digest
+    def __init__(
+        self, path: Path, policy: str, preset: Preset, weights: dict[str, Tensor], data: list[str], digest: str
+    ):
+        self.path, self.policy, self.shape, self.kind = path, policy, preset.shape, preset.model
+        self.weights, self.data, self.digest = weights, data, digest
 
     @classmethod
-    def read(cls, source: str | Path) -> Start:
-        """Those of a pretraining run: of its end_to_end arm, else of its first. Raises Refused if it is none."""
+    def read(cls, source: str | Path, policy: str = "end_to_end") -> Start:
+        """Those of a pretraining run: of that policy's arm, else of end_to_end's, else of the first. Raises Refused if
+        it is none."""
         path = Path(source)
         settings = run.read_config(path)
         if "policies" not in settings["run"]:
             raise Refused(f"--from {path}: not a pretraining run; accepted: a directory that `pretrain` left")
         config = PretrainConfig.from_dict(settings["run"], settings["data"]["paths"])
-        if config.preset.model != "transformer":
-            raise Refused(f"--from {path}: a run of {config.preset.name}; accepted: one of a model of fp4ext's own")
         manifest, files = checkpoint.load(path / "checkpoints")
-        policy = "end_to_end" if "end_to_end" in config.policies else config.policies[0]
+        policy = next((name for name in (policy, "end_to_end") if name in config.policies), config.policies[0])
         name = f"{policy}.weights"
         if name not in files:
             raise Refused(f"--from {path}: its checkpoint has no {name}; accepted: the directory as the run left it")
         digest = manifest["files"][f"{name}.safetensors"]["blake2"]
-        return cls(path, policy, config.preset.shape, files[name], list(config.data), digest)
+        return cls(path, policy, config.preset, files[name], list(config.data), digest)
 
     def facts(self) -> dict:
         return {"start": {"run": str(self.path), "policy": self.policy, "weights": self.digest}}
@@ -119,16 +120,18 @@ def _with_task(config: Config, begin: Start | None) -> Config:
     if name is None:
         tasks = ", ".join(task.TASKS)
         raise Refused(f"--from {begin.path}: pretrained on text, not on a task; accepted: --task {tasks} or FILE.py")
-    made = task.load(name)
     if begin:
-        longest = begin.shape.context - made.most
-        sizes = [len(made.prompt(task.generator(config.seed, i)).encode()) for i in range(100)]
-        if max(sizes) >= longest:
-            raise Refused(
-                f"--task {name}: prompts of {max(sizes)} bytes and answers of {made.most}; accepted by {begin.path}: "
-                f"less than {begin.shape.context} together"
-            )
-    return Config(**(config.as_dict() | {"task": name}))
+        check_fits(name, begin.shape.context, config.seed, f" by {begin.path}")
+    return Config(**(config.as_dict() | {"task": name, "file": config.file}))
+
+
+def check_fits(name: str, context: int, seed: int, where: str = "") -> None:
+    """Raise Refused where a task's prompts and answers are longer than a model reads."""
+    made = task.load(name)
+    longest = max(len(made.prompt(task.generator(seed, i)).encode()) for i in range(100))
+    if longest + made.most >= context:
+        what = f"prompts of {longest} bytes and answers of {made.most}"
+        raise Refused(f"--task {name}: {what}; accepted{where}: less than {context} together")
 
 
 def _go_on(directory: run.Run, config: Config, begin: Start | None, loaded, show, tensorboard: bool) -> Result:
@@ -137,7 +140,7 @@ def _go_on(directory: run.Run, config: Config, begin: Start | None, loaded, show
         if isinstance(begin, Result):
             return begin
     with _settings(config):
-        learners = [Learner(name, config, begin.shape, begin.weights) for name in config.arms]
+        learners = [Learner(name, config, begin.shape, begin.weights, begin.kind) for name in config.arms]
         start = 0
         if loaded:
             manifest, files = loaded
@@ -155,7 +158,12 @@ def _go_on(directory: run.Run, config: Config, begin: Start | None, loaded, show
 def _pretrained(path: Path, config: Config, show) -> Start | Result:
     """A start for a run that was given none: pretraining in 4 bits on the task's text, resumed where it was stopped."""
     settings = PretrainConfig(
-        "task", policies=[config.policy], data=[TASK + config.task], seed=config.seed, threads=config.threads
+        "task",
+        policies=[config.policy],
+        own=dict(config.own),
+        data=[TASK + config.task],
+        seed=config.seed,
+        threads=config.threads,
     )
     begun = checkpoint.latest(path / "checkpoints") is not None
     if not (path / "result.json").exists():
@@ -164,7 +172,7 @@ def _pretrained(path: Path, config: Config, show) -> Start | Result:
         done = resume_pretraining(path, bars) if begun else pretrain(settings, path, bars)
         if not done.finished:
             return Result(path.parent, finished=False, step=0, signal=done.signal)
-    return Start.read(path)
+    return Start.read(path, config.policy)
 
 
 def _train(directory: run.Run, config: Config, learners: list[Learner], start: int, show, tensorboard: bool) -> Result:
@@ -205,8 +213,8 @@ def _train(directory: run.Run, config: Config, learners: list[Learner], start: i
     rows = result.table(bits, run.read_metrics(directory.path))
     done = Result(directory.path, finished=True, step=config.steps, rows=rows)
     with checkpoint.told("the report", kept=checkpoint.latest(directory.checkpoints)):
-        checkpoint.replace(directory.path / "result.json", done.to_json())
         report.write(directory.path, done)
+        checkpoint.replace(directory.path / "result.json", done.to_json())  # last: where it is, the run is done
     return done
 
 

@@ -36,32 +36,40 @@ def render(config: dict, metrics: list[dict], result: Result) -> str:
         f"seed {run['seed']}."
     )
     parts = [
-        f"<h1>{escape('Reinforcement in 4 bits')}</h1>",
-        f"<p>{escape(_summary(result))}</p>",
+        "<h1>Reinforcement in 4 bits</h1>",
+        f"<p>{escape(summary(result))}</p>",
         soft(said),
-        "<h2>Result</h2>",
-        _table(arms, result),
-        soft(ABOUT),
-        "<h2>Reward</h2>",
-        _figure(arms, metrics, "critic/rewards/mean", "Mean reward of a step's completions", "reward", smooth=5),
-        soft("Faint: single steps. Strong: the mean of five."),
-        "<h2>Trainer against sampler</h2>",
-        _figure(arms, metrics, "rollout_corr/mean_abs_d", "Mean |d| of each step", "nat", zero=True),
-        _figure(arms, metrics, "rollout_corr/max_abs_d", "Largest |d| of each step", "nat", zero=True),
-        "<h2>Entropy and length</h2>",
-        _figure(arms, metrics, "actor/entropy", "Entropy of the policy by step", "nat", zero=True),
-        _figure(arms, metrics, "response_length/mean", "Tokens a completion by step", "token"),
+        *sections(config, metrics, result),
         "<h2>To repeat it</h2>",
         f"<pre>{escape(config['command'])}</pre>",
         "<h2>Configuration</h2>",
-        pairs({k: v for k, v in run.items() if k != "arms"}),
+        pairs({k: v for k, v in run.items() if k != "arms" and v is not None}),
         "<h2>Start and versions</h2>",
         pairs({**data.get("start", {"run": "start/, pretrained first"}), **config["facts"]}),
     ]
     return page("Reinforcement in 4 bits", parts)
 
 
-def _summary(result: Result) -> str:
+def sections(config: dict, metrics: list[dict], result: Result, level: int = 2) -> list[str]:
+    """The table and the curves, under headings of that level."""
+    arms = config["run"]["arms"]
+    return [
+        f"<h{level}>Result</h{level}>",
+        _table(arms, result),
+        soft(ABOUT),
+        f"<h{level}>Reward</h{level}>",
+        _figure(arms, metrics, "critic/rewards/mean", "Mean reward of a step's completions", "reward", smooth=5),
+        soft("Faint: single steps. Strong: the mean of five."),
+        f"<h{level}>Trainer against sampler</h{level}>",
+        _figure(arms, metrics, "rollout_corr/mean_abs_d", "Mean |d| of each step", "nat", zero=True),
+        _figure(arms, metrics, "rollout_corr/max_abs_d", "Largest |d| of each step", "nat", zero=True),
+        f"<h{level}>Entropy and length</h{level}>",
+        _figure(arms, metrics, "actor/entropy", "Entropy of the policy by step", "nat", zero=True),
+        _figure(arms, metrics, "response_length/mean", "Tokens a completion by step", "token"),
+    ]
+
+
+def summary(result: Result) -> str:
     rows = [row for row in result.rows if row.reward_after is not None and row.diverged is None]
     told = "; ".join(f"{row.arm} {row.reward_before:.3f} to {row.reward_after:.3f}" for row in rows)
     same = [row.arm for row in result.rows if row.max_abs_d == 0]

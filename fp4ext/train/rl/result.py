@@ -51,6 +51,17 @@ class Result:
     def report(self) -> Path:
         return self.out / "report.html"
 
+    @property
+    def at(self) -> str:
+        """Where it stands."""
+        return f"step {self.step}"
+
+    @classmethod
+    def read(cls, out: Path) -> Result:
+        """That of a finished run."""
+        found = json.loads((out / "result.json").read_bytes())
+        return cls(out, finished=True, step=found["step"], rows=tuple(Row(**row) for row in found["rows"]))
+
     def to_json(self) -> bytes:
         rows = [asdict(row) for row in self.rows]
         return json.dumps({"step": self.step, "rows": rows}, indent=1, allow_nan=False).encode() + b"\n"

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 
+import fp4ext
 from fp4ext.cli import main
 from fp4ext.train import Config as PretrainConfig
 from fp4ext.train import Refused, Shape, checkpoint, presets, pretrain
@@ -208,6 +209,26 @@ def test_the_command(capsys, start, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main(["rl", *argv, "--out", str(out)])
     assert f"--resume {out}" in capsys.readouterr().err
+
+
+def test_a_policy_of_ones_own(start, tmp_path):
+    """From a file, as `audit` writes it: the run keeps it, and its sampler and trainer agree to the bit."""
+    mine = fp4ext.policies.get("nvidia").with_(name="mine", keep=("lm_head", "*.down"))
+    file = tmp_path / "mine.json"
+    file.write_text(fp4ext.policy_file.dumps(mine, form="json"))
+    config = small(None, source=start, arms=["matched"], policy=str(file), steps=2, save_every=1)
+    assert config.policy == "mine" and config.chosen == mine
+    stopped = reinforce(config, tmp_path / "rl", InterruptAt(1))
+    file.unlink()
+    assert not stopped.finished and resume(tmp_path / "rl").rows[0].max_abs_d == 0
+    said = json.loads((tmp_path / "rl" / "config.json").read_text())
+    assert f"--policy {file}" in said["command"] and said["run"]["policy"] == "mine"
+    for argv, words in (([str(file)], "No such file"), (["x.toml"], "policy file x.toml")):
+        with pytest.raises(Refused, match=f"--policy: .*{words}"):
+            small(None, source=start, policy=argv[0])
+    file.write_text(fp4ext.policy_file.dumps(mine.with_(name="nvidia"), form="json"))
+    with pytest.raises(Refused, match="names its policy 'nvidia'; accepted: a name of its own"):
+        small(None, source=start, policy=str(file))
 
 
 def test_help_teaches(capsys):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import shlex
 import time
 from pathlib import Path
+
+from .arguments import count, number, numbers, share
 
 AUDIT = """\
 Measure a model layer by layer and operand by operand: error, bias and noise (told apart by averaging), underflow,
@@ -47,7 +47,7 @@ examples:
 
 
 def add_audit(commands) -> None:
-    from .audit.advice import GOALS
+    from ..audit.advice import GOALS
 
     p = commands.add_parser(
         "audit", help="tell noise from drift in a model, and propose a policy", description=AUDIT, epilog=AUDIT_EXAMPLES
@@ -72,8 +72,8 @@ def run_audit(args) -> int:
     import torch
     from rich.console import Console
 
-    from . import audit, policies
-    from .audit import advice, html, text
+    from .. import audit, policies
+    from ..audit import advice, html, text
 
     console, folder = Console(), Path(args.model)
     model, batches, own, facts = _model(folder, args)
@@ -114,8 +114,8 @@ def run_audit(args) -> int:
 
 
 def add_cost(commands) -> None:
-    from .audit import machines
-    from .policy import STAGES
+    from ..audit import machines
+    from ..policy import STAGES
 
     p = commands.add_parser(
         "cost", help="what training or sampling a model takes on a machine, and which term binds", epilog=COST_EXAMPLES
@@ -137,8 +137,8 @@ def run_cost(args) -> int:
     """The `cost` command."""
     from rich.console import Console
 
-    from .audit import machines, text
-    from .audit.cost import Shape, cost
+    from ..audit import machines, text
+    from ..audit.cost import Shape, cost
 
     shape, machine = Shape.read(args.model), machines.get(args.machine)
     batch = int(args.batch) if args.batch else None
@@ -166,8 +166,8 @@ def run_explain(args) -> int:
     """The `explain` command."""
     from rich.console import Console
 
-    from .audit import explain
-    from .spec import Spec
+    from ..audit import explain
+    from ..spec import Spec
 
     console = Console(highlight=False)
     if args.spec and args.grid:
@@ -203,16 +203,16 @@ def run_explain(args) -> int:
 
 def _model(folder: Path, args):
     """(model, batches, policies, facts) of a run or of a model folder."""
-    from . import policies
-    from .audit import hf
+    from .. import policies
+    from ..audit import hf
 
     if hf.is_model(folder):
-        from .train import data
+        from ..train import data
 
         corpus = data.load([args.data] if args.data else ())
         model, batches = hf.load(folder, corpus.train[: 1 << 20].tobytes(), args.batches)
         return model, batches, [policies.get("nvidia"), policies.get("end_to_end")], {"text": corpus.source}
-    from .train.load import load
+    from ..train.load import load
 
     loaded = load(folder, args.batches, args.arm)
     facts = {"weights": f"of the arm {loaded.arm}, after step {loaded.step}"}
@@ -223,8 +223,8 @@ def _model(folder: Path, args):
 
 
 def _machine(name: str, console):
-    from .audit import advice, machines
-    from .audit.calibrate import calibrate
+    from ..audit import advice, machines
+    from ..audit.calibrate import calibrate
 
     if name != "here":
         return machines.get(name)
@@ -265,44 +265,6 @@ def _dated(name: str) -> Path:
 
 
 def _refused(message: str):
-    from .train import Refused
+    from ..train import Refused
 
     return Refused(message)
-
-
-def number(text: str) -> float:
-    """10T → 1e13."""
-    units = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-    try:
-        value = float(text[:-1]) * units[text[-1]] if text and text[-1] in units else float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number from 1, such as 300B or 10T")
-    return value
-
-
-def share(text: str) -> float:
-    """1% → 0.01."""
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a share above 0, such as 1% or 0.01")
-    return value
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """3,4 → (3.0, 4.0)."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: numbers such as 3,4") from None
-
-
-def count(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a whole number from 1")
-    return int(text)

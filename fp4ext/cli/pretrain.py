@@ -1,0 +1,104 @@
+"""The command `pretrain`."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+from .arguments import count, names, rate, seed, terminal
+from .resumable import carried_out
+
+PRETRAIN = """\
+Train one small transformer over bytes under several policies, side by side: the same initial weights, the same batches.
+Ends with a table (validation loss, gap to bf16, bits stored, time) and a report.html in the run directory.
+"""
+
+PRETRAIN_EXAMPLES = """\
+examples:
+  python -m fp4ext pretrain
+      the tiny preset on the source of Python's standard library, in runs/<date>
+  python -m fp4ext pretrain --policies bf16,nvidia --steps 1000 --out runs/long
+      two policies, more steps
+  python -m fp4ext pretrain --data ~/notes book.txt --preset small
+      your own text: folders are searched for text files, files are taken as they are
+  python -m fp4ext pretrain --preset moe-tiny --policies bf16,nvidia,end_to_end
+      a mixture of experts
+  python -m fp4ext pretrain --model inkling2-tiny --policies bf16,end_to_end
+      a model of transformers, converted: pip install 'fp4ext[transformers]'
+  python -m fp4ext pretrain --resume runs/long
+      go on after Ctrl-C, a crash or a full disk, bit for bit as if it had never stopped
+
+policies: {policies}
+"""
+
+
+def add_pretrain(commands) -> None:
+    from ..train import arm, presets
+
+    policies = ", ".join(arm.policy_names())
+    p = commands.add_parser(
+        "pretrain",
+        help="train one small transformer under several policies, side by side",
+        description=PRETRAIN,
+        epilog=PRETRAIN_EXAMPLES.format(policies=policies),
+    )
+    # No default here: what was not given is None, so that --resume can tell it from what was.
+    p.add_argument("--policies", metavar="A,B,…", type=names, help="the arms, comma-separated; names or files")
+    p.add_argument(
+        "--data",
+        metavar="PATH",
+        nargs="+",
+        help="files or folders of text (default: the Python standard library's source)",
+    )
+    ours = [name for name, preset in presets.PRESETS.items() if preset.model == "transformer"]
+    theirs = [name for name in presets.PRESETS if name not in ours]
+    model = p.add_mutually_exclusive_group()
+    model.add_argument("--preset", metavar="NAME", help=f"model and schedule: {', '.join(ours)} (default: tiny)")
+    model.add_argument(
+        "--model",
+        metavar="NAME",
+        dest="preset",
+        help=f"instead, transformers' own model, small: {', '.join(theirs)} (about 3M parameters)",
+    )
+    p.add_argument("--steps", metavar="N", type=count, help="training steps (default: the preset's)")
+    p.add_argument("--batch", metavar="N", type=count, help="sequences a step (default: the preset's)")
+    p.add_argument("--lr", metavar="X", type=rate, help="learning rate after the warm-up (default: the preset's)")
+    p.add_argument("--seed", metavar="S", type=seed, help="of weights, batches and rounding (default: 0)")
+    p.add_argument("--eval-every", metavar="N", type=count, help="steps between evaluations (default: the preset's)")
+    p.add_argument("--save-every", metavar="N", type=count, help="steps between checkpoints (default: the preset's)")
+    p.add_argument("--stats", metavar="N", type=count, help="watch the quantizers every N steps (default: don't)")
+    p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
+    p.add_argument("--device", metavar="NAME", help="cpu or cuda (default: cpu)")
+    where = p.add_mutually_exclusive_group()
+    where.add_argument("--out", metavar="DIR", help="a new or empty directory for the run (default: runs/<date>)")
+    where.add_argument("--resume", metavar="DIR", help="go on with the run in this directory")
+    p.set_defaults(run=run_pretrain)
+
+
+def run_pretrain(args) -> int:
+    """The `pretrain` command."""
+    from .. import train
+    from ..train import checkpoint, display, presets
+    from ..train.config import ADJUSTABLE
+
+    console = terminal()
+    show = display.Bars(console) if console.is_terminal else display.Lines()
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    out = Path(args.resume or args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
+    again = f"python -m fp4ext pretrain --resume {shlex.quote(str(out))}"
+
+    def work():
+        if args.resume:
+            asked = {name: value for name, value in given.items() if name not in ("command", "run", "resume")}
+            return train.resume(out, show=show, asked=asked)
+        changes = {name: given[name] for name in ADJUSTABLE if name in given}
+        preset = presets.get(args.preset or "tiny").with_(**changes)
+        own = ("policies", "data", "seed", "threads", "device", "stats")
+        options = {name: given[name] for name in own if name in given}
+        return train.pretrain(train.Config(preset, **options), out, show=show)
+
+    def begun() -> bool:
+        return checkpoint.latest(out / "checkpoints") is not None
+
+    return carried_out(work, again, lambda result: display.final_table(result, console), begun)

@@ -1,0 +1,226 @@
+"""The stages, one after the other, each in a folder of its own, each resumed where it was stopped.
+
+    pretrain/     a run of `pretrain`, all policies; done once its result.json is there
+    rl/           a run of `rl` from one of them; likewise
+    checkpoint/   the first arm's weights in 4 bits; whole or not there
+    reload.json   what the same prompts became before and after; likewise
+    config.json, times.json, result.json, report.html
+
+What a stage leaves is all that the next one reads, so a run that is killed anywhere goes on with the stage it was in,
+to the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import torch
+
+from fp4ext import export
+
+from .. import checkpoint, exported, inkling2, run, task
+from ..config import compare, facts
+from ..errors import Refused
+from ..interrupt import Interrupts
+from ..pretrain import Result as Pretrained
+from ..pretrain import pretrain
+from ..pretrain import resume as resume_pretraining
+from ..rl import Result as Reinforced
+from ..rl import loop as rl
+from ..rl import models
+from ..sampler import Completion, Request
+from . import report
+from .config import Config, command
+from .display import Stages
+from .result import STAGES, Exported, Reloaded, Result
+from .words import outcome
+
+PROMPTS = 2**33  # where the random streams of the last stage's prompts begin
+
+
+def end_to_end(config: Config, out: str | Path, show: Stages | None = None, tensorboard: bool = True) -> Result:
+    """Do the four stages in a new directory.
+
+    Args:
+        config: of which model, on what, how.
+        out: the run directory; new or empty.
+        show: a display (end_to_end/display.py); none: silent.
+        tensorboard: also write TensorBoard events of the first two, if it is installed.
+
+    Returns:
+        Result, with `finished` False if a signal stopped it; `resume(out)` goes on.
+
+    Raises:
+        Refused: an input that cannot be used, before anything is computed or written.
+        Stopped: the disk gave out; what was done is intact.
+    """
+    out = Path(out)
+    settings = {
+        "run": config.as_dict(),
+        "data": {"task": config.task, "digest": task.identity(config.task)},
+        "facts": facts(config.pretraining()),
+        "command": command(config),
+    }
+    run.check_free(out, settings, "pretrain/checkpoints")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        checkpoint.replace(out / "config.json", json.dumps(settings, indent=1).encode() + b"\n")
+    except OSError as error:
+        what = f"cannot be written ({error.strerror})"
+        raise Refused(f"--out {out}: {what}; accepted: a new or empty directory") from None
+    return _go_on(out, config, show or Stages(), tensorboard)
+
+
+def resume(out: str | Path, show: Stages | None = None, tensorboard: bool = True) -> Result:
+    """Go on with the run in `out`, bit for bit as if it had never stopped."""
+    out, show = Path(out), show or Stages()
+    settings = run.read_config(out)
+    config = Config.from_dict(settings["run"])
+    if task.identity(config.task) != settings["data"]["digest"]:
+        raise Refused(f"--resume {out}: its task {config.task} has changed; accepted: the task that it began with")
+    for change in compare(settings["facts"], facts(config.pretraining())):
+        show.note(f"since the run began, {change}: what follows may differ in bits")
+    return _go_on(out, config, show, tensorboard)
+
+
+def _go_on(out: Path, config: Config, show: Stages, tensorboard: bool) -> Result:
+    lock, before = run.locked(out), torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    try:
+        return _stages(out, config, show, tensorboard)
+    finally:
+        torch.set_num_threads(before)
+        show.close()
+        os.close(lock)
+
+
+def _stages(out: Path, config: Config, show: Stages, tensorboard: bool) -> Result:
+    found: dict = {}
+    steps = (_pretrain, _rl, _export, _reload)
+    show.start(STAGES, out)
+    for number, (stage, work) in enumerate(zip(STAGES, steps, strict=True), 1):
+        began = time.monotonic()
+        show.begin(stage)
+        # The jobs of the first two ask for signals themselves, between their steps.
+        with nullcontext() if stage in ("pretrain", "rl") else Interrupts(show.note) as stop:
+            try:
+                found[stage] = work(out, config, show.display(stage), tensorboard)
+            finally:
+                seconds = _add_time(out, stage, time.monotonic() - began)
+        if stop is None and not found[stage].finished:
+            at = f"{found[stage].at} of stage {number}, {stage}"
+            return Result(out, finished=False, at=at, signal=found[stage].signal)
+        show.done(stage, outcome(stage, found[stage]), seconds[stage])
+        if stop is not None and stop.signal and stage != STAGES[-1]:
+            return Result(out, finished=False, at=f"stage {number}, {stage}", signal=stop.signal)
+    done = Result(out, True, "the end", None, *found.values(), seconds=_times(out))
+    with checkpoint.told("the report", kept=out / "checkpoint"):
+        report.write(out, done)
+        checkpoint.replace(out / "result.json", done.to_json())
+    return done
+
+
+def _pretrain(out: Path, config: Config, show, tensorboard: bool) -> Pretrained:
+    path = out / "pretrain"
+    if (path / "result.json").exists():
+        return Pretrained.read(path)
+    if checkpoint.latest(path / "checkpoints") is not None:
+        return resume_pretraining(path, show, tensorboard)
+    return pretrain(config.pretraining(), path, show, tensorboard)
+
+
+def _rl(out: Path, config: Config, show, tensorboard: bool) -> Reinforced:
+    path = out / "rl"
+    if (path / "result.json").exists():
+        return Reinforced.read(path)
+    if checkpoint.latest(path / "checkpoints") is not None:
+        return rl.resume(path, show, tensorboard)
+    return rl.reinforce(config.reinforcing(out / "pretrain"), path, show, tensorboard)
+
+
+def _export(out: Path, config: Config, show, tensorboard: bool) -> Exported:
+    path = out / "checkpoint"
+    if not path.exists():
+        taken = exported.of_run(out / "rl", config.arms[0])
+        kept = checkpoint.latest(out / "rl" / "checkpoints")
+        quiet = nullcontext() if taken.kind == "transformer" else inkling2.silent()
+        with quiet, checkpoint.told(f"the checkpoint {path}", kept=kept):
+            export.save(
+                taken.model,
+                path,
+                config.layout,
+                policy=taken.policy,
+                config=taken.config(taken.policy),
+                progress=False,
+            )
+    return Exported.read(path)
+
+
+def _reload(out: Path, config: Config, show, tensorboard: bool) -> Reloaded:
+    mark = out / "reload.json"
+    if mark.exists():
+        return Reloaded(**json.loads(mark.read_bytes()))
+    taken = exported.of_run(out / "rl", config.arms[0])
+    requests = _requests(config, most=None if taken.kind == "transformer" else 16)
+    sampled = models.sampler(taken.model).generate(requests)
+    if taken.kind == "transformer":
+        seen = _compare(sampled, models.sampler(exported.load(out / "checkpoint")).generate(requests), "fp4ext")
+    else:
+        # transformers decodes the experts when it loads them and rounds no activation: so does the model beside it.
+        twin = inkling2.decoded(taken.shape, taken.model, taken.policy)
+        before, after = (models.sampler(m) for m in (twin, exported.load_theirs(out / "checkpoint")))
+        after = after.generate(requests)
+        by = f"transformers {inkling2.version()}"
+        seen = _compare(before.generate(requests), after, by, sampled)
+    with checkpoint.told("reload.json", kept=out / "checkpoint"):
+        checkpoint.replace(mark, json.dumps(vars(seen)).encode())
+    return seen
+
+
+def _requests(config: Config, most: int | None) -> list[Request]:
+    """Prompts of the task, to be continued greedily to the end of the context, or by so many tokens."""
+    made, rng = task.load(config.task), task.generator(config.seed, PROMPTS)
+    prompts = [tuple(made.prompt(rng).encode()) for _ in range(64 if most is None else 16)]
+    context = config.preset.shape.context
+    return [Request(p, most=min(most or context, context - len(p)), temperature=0) for p in prompts]
+
+
+def _compare(
+    before: list[Completion], after: list[Completion], by: str, sampled: list[Completion] | None = None
+) -> Reloaded:
+    pairs = [
+        pair
+        for a, b in zip(before, after, strict=True)
+        for pair in zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=True)
+    ]
+    others = [
+        (s, t) for a, b in zip(sampled or (), after, strict=False) for s, t in zip(a.tokens, b.tokens, strict=True)
+    ]
+    return Reloaded(
+        prompts=len(before),
+        tokens=len(pairs),
+        tokens_equal=sum(a == b for a, b, _, _ in pairs),
+        logprobs_equal=sum(a == b for _, _, a, b in pairs),
+        largest=max(abs(a - b) for _, _, a, b in pairs),
+        by=by,
+        sampler_equal=sum(s == t for s, t in others) if sampled else None,
+    )
+
+
+def _times(out: Path) -> dict[str, float]:
+    with suppress(OSError, ValueError):
+        return json.loads((out / "times.json").read_bytes())
+    return {}
+
+
+def _add_time(out: Path, stage: str, seconds: float) -> dict[str, float]:
+    """Seconds of each stage, over all the processes that worked on it and were not killed."""
+    times = _times(out)
+    times[stage] = round(times.get(stage, 0.0) + seconds, 1)
+    with suppress(OSError):
+        checkpoint.replace(out / "times.json", json.dumps(times).encode())
+    return times
