@@ -15,13 +15,14 @@ struct AttentionArgs {
   int64_t q_strides[3], k_strides[3], v_strides[3];
   const int64_t* start;  // [batch], row i reads keys 0 … start[b] + i; null: t - m. Read on the device, and clamped to [0, t - m]
   float scale;           // times log2(e)
+  int64_t budget = int64_t{256} << 20;  // about the most bytes of workspace: what does not fit is done in turns
 
   FP4_HD int64_t group() const { return heads / kv_heads; }
   FP4_HD int64_t rows() const { return m * group(); }  // that share keys
 };
 
-// Bytes of device memory that a call needs beside its tensors: 16 more than its weights of one band of rows, about 256 MB at most unless
-// a single tile of rows has more keys.
+// Bytes of device memory, aligned to 4, that a call needs beside its tensors: scores and sums of a band of rows. At most the budget,
+// unless a single tile of rows has more.
 int64_t attention_workspace(const AttentionArgs& args);
 cudaError_t attention(const AttentionArgs& args, void* workspace, cudaStream_t stream);
 

@@ -1,5 +1,6 @@
 #include <torch/csrc/stable/library.h>
 
+#include "../../csrc/kernels/attention.h"
 #include "../../csrc/kernels/gemm.h"
 #include "../../csrc/ops/cuda.h"
 #include "../../csrc/ops/dispatch_cuda.h"
@@ -102,6 +103,22 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
   return y;
 }
 
+// scale: of the products, as the op has it. start: int64 [batch], or none. budget: bytes of workspace, 0 for the usual ones.
+Tensor run_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> start, double scale, int64_t budget) {
+  kernels::AttentionArgs a{q.data_ptr(), k.data_ptr(), v.data_ptr()};
+  Tensor y = torch::stable::new_empty(q, sizes_of(q));
+  a.y = y.data_ptr();
+  a.q_dtype = cuda_dtype("q", q), a.kv_dtype = cuda_dtype("k", k);
+  a.batch = q.size(0), a.heads = q.size(1), a.kv_heads = k.size(1), a.m = q.size(2), a.t = k.size(2), a.d = q.size(3);
+  for (int i = 0; i < 3; ++i) a.q_strides[i] = q.stride(i), a.k_strides[i] = k.stride(i), a.v_strides[i] = v.stride(i);
+  a.start = start ? static_cast<const int64_t*>(start->data_ptr()) : nullptr;
+  a.scale = static_cast<float>(scale * 1.4426950408889634);
+  if (budget) a.budget = budget;
+  Tensor workspace = torch::stable::new_empty(q, {kernels::attention_workspace(a)}, ScalarType::Byte);
+  check_launch("attention", kernels::attention(a, workspace.data_ptr(), nullptr));
+  return y;
+}
+
 }  // namespace
 }  // namespace fp4ext
 
@@ -114,6 +131,7 @@ STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
   m.def(
       "run_gemm(str kernel, Tensor x, Tensor? x_scales, Tensor? x_global, str x_format, Tensor w, Tensor? w_scales, Tensor? w_global,"
       " str w_format, Tensor? bias, Tensor? offsets, str out_dtype) -> Tensor");
+  m.def("run_attention(Tensor q, Tensor k, Tensor v, Tensor? start, float scale, int budget=0) -> Tensor");
   m.def("quantize_swizzled(Tensor x, str spec, Tensor rng, Tensor enc, Tensor dec) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
@@ -124,5 +142,6 @@ STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CPU, m) {
   m.impl("run_gemm", TORCH_BOX(&fp4ext::run_gemm));
+  m.impl("run_attention", TORCH_BOX(&fp4ext::run_attention));
   m.impl("quantize_swizzled", TORCH_BOX(&fp4ext::quantize_swizzled));
 }

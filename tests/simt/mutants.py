@@ -25,6 +25,8 @@ from fp4ext.testing import assert_bytes_equal, assert_same_quantized, generate
 from .build import CSRC, build
 from .conftest import Machine
 from .operands import operand
+from .test_attention import check as check_attention
+from .test_attention import qkv, test_in_turns, test_underflow_keeps_the_sign_of_what_is_read_alone
 from .test_gemm import check_bound, gemm
 
 KERNELS = CSRC / "kernels"
@@ -103,6 +105,14 @@ def sm100(machine):
     multiply(machine, "sm100", "nvfp4", "mxfp8")
 
 
+def attention(machine):
+    for seed, (m, t, d) in enumerate(((1, 300, 20), (40, 290, 70), (6, 70, 33))):
+        machine.configure(seed, machine.MODES[seed])
+        check_attention(machine, *qkv(1, 4, 2, m, t, d, seed=seed))
+    test_underflow_keeps_the_sign_of_what_is_read_alone(machine)
+    test_in_turns(machine, 50, 1)
+
+
 def self_test(machine, kernel, sm):
     """What a device's first launch does. Where it fails, the status says so and the emulated kernel is used."""
     machine.ops.set_device(0, sm)
@@ -130,6 +140,7 @@ RUNS = {
     tiles: "any/quantize_16x16.cu",
     invariant: "sm80/gemm_invariant.cu",
     decode: "sm80/gemm_decode.cu",
+    attention: "any/attention.cu",
     sm120: "sm120/gemm_native.cu",
     sm100: "sm100/gemm_native.cu",
     self_test_sm120: "sm120/gemm_native.cu",
@@ -162,6 +173,14 @@ MUTANTS = [
     ("no barrier before the chunks are added", "sm80/gemm_decode.cu", "  __syncthreads();\n\n  for (int i = threadIdx.x; i < x_rows", "  for (int i = threadIdx.x; i < x_rows", decode),
     ("a chunk is left out", "sm80/gemm_decode.cu", "for (int c = 1; c < chunks; ++c)", "for (int c = 1; c < chunks - 1; ++c)", decode),
     ("fragments of the wrong half", "sm80/gemm_decode.cu", "high = e2m1_pair(u.y", "high = e2m1_pair(u.x", decode),
+    # attention
+    ("no barrier before scores' terms are replaced", "any/attention.cu", "const int term = threadIdx.x % kDepth;\n    __syncthreads();\n    if (term < depth)", "const int term = threadIdx.x % kDepth;\n    if (term < depth)", attention),
+    ("no barrier before values' terms are replaced", "any/attention.cu", "kDepth ? count - j : kDepth;\n    __syncthreads();", "kDepth ? count - j : kDepth;", attention),
+    ("a row takes part in keys that it does not read", "any/attention.cu", "if (k < limit[i]) acc", "acc", attention),
+    ("a lane takes the weights of its neighbour", "any/attention.cu", "rows[(l + i % 16) * S::kRowPitch", "rows[(l + (i ^ 1) % 16) * S::kRowPitch", attention),
+    ("the largest score of half a warp", "any/attention.cu", "? S::kAcross : 32) / 2; h > 0", "? S::kAcross : 32) / 2; h > 1", attention),
+    ("the last chunk is not added", "any/attention.cu", "for (int64_t c = 1; c < chunks; ++c) total", "for (int64_t c = 1; c + 1 < chunks; ++c) total", attention),
+    ("every other band is left out", "any/attention.cu", "first + step", "first + 2 * step", attention),
     # sm120
     ("waits for one group too few, sm120", "sm120/gemm_native.cu", "wait_copies<Format::kStages - 2>()", "wait_copies<Format::kStages - 1>()", sm120),
     ("no barrier in the loop, sm120", "sm120/gemm_native.cu", "__syncthreads();  // the step", "// the step", sm120),
