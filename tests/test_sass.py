@@ -35,9 +35,9 @@ KERNELS = {
         PLAIN,
         {
             "scores_kernelILi64E": ({"FFMA": 16, "LDS.128": 1, "RED": 1}, 128),
-            "scores_kernelILi8E": ({"FFMA": 4, "LDS.128": 1, "RED": 1}, 128),
+            "scores_kernelILi8E": ({"FFMA": 4, "LDS": 2, "RED": 1}, 128),
             "values_kernelILi64E": ({"FFMA": 16, "LDS.128": 1}, 128),
-            "values_kernelILi8E": ({"FFMA": 4, "LDS.128": 1}, 128),
+            "values_kernelILi8E": ({"FFMA": 4, "LDS": 2}, 128),
             "finish_kernel": ({"MUFU.RCP": 1}, 64),
         },
     ),

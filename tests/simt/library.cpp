@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_swizzled(const Tensor& x, st
 }
 
 kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& global,
-                         const std::string& format, int64_t experts) {
+                         const std::string& format, int64_t experts, int64_t token_experts = 0) {
   using enum kernels::Elem;
   static constexpr Choice<kernels::Elem> kElems[] = {
       {"nvfp4", e2m1}, {"mxfp4", e2m1}, {"mxfp8", e4m3}, {"mxfp8_e5m2", e5m2}, {"bf16", bf16}};
@@ -68,8 +68,10 @@ kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scale
   return {codes.data_ptr(),
           scales ? static_cast<const uint8_t*>(scales->data_ptr()) : nullptr,
           globals ? static_cast<const float*>(global->data_ptr()) : nullptr,
-          globals == rows ? rows / experts : globals == experts,
-          globals == rows && globals > 1,
+          token_experts     ? (globals > 1 ? globals / token_experts : 0)
+          : globals == rows ? rows / experts
+                            : globals == experts,
+          token_experts ? globals == token_experts * rows && rows > 1 : globals == rows && globals > 1,
           elem,
           format == "nvfp4"  ? 16
           : format == "bf16" ? 0
@@ -78,14 +80,19 @@ kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scale
           codes.size(codes.dim() - 1) * (elem == e2m1 ? 2 : 1)};
 }
 
-// A GEMM by the kernel of that name. offsets: grouped.
+// A GEMM by the kernel of that name. offsets: grouped; over_tokens: contracted over them. onto: what the product is added to.
 Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format,
                 const Tensor& w, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format,
-                std::optional<Tensor> bias, std::optional<Tensor> offsets, std::string out_dtype) {
+                std::optional<Tensor> bias, std::optional<Tensor> offsets, std::string out_dtype, bool over_tokens,
+                std::optional<Tensor> onto) {
   const int64_t experts = offsets ? offsets->numel() : 1;
-  kernels::GemmArgs args{operand(x, x_scales, x_global, x_format, 1), operand(w, w_scales, w_global, w_format, experts)};
+  kernels::GemmArgs args{operand(x, x_scales, x_global, x_format, 1, over_tokens ? experts : 0),
+                         operand(w, w_scales, w_global, w_format, over_tokens ? 1 : experts, over_tokens ? experts : 0)};
   const ScalarType dtype = parse_dtype("out_dtype", out_dtype);
-  Tensor y = torch::stable::new_empty(x, {args.x.rows, args.w.rows}, dtype);
+  Tensor y = onto          ? torch::stable::clone(*onto)
+             : over_tokens ? torch::stable::new_empty(x, {experts, args.x.rows, args.w.rows}, dtype)
+                           : torch::stable::new_empty(x, {args.x.rows, args.w.rows}, dtype);
+  args.over_tokens = over_tokens, args.add = onto.has_value();
   args.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
   args.y = y.data_ptr();
   args.y_bf16 = dtype == ScalarType::BFloat16;
@@ -130,7 +137,7 @@ STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
   m.def("status(int device) -> str");
   m.def(
       "run_gemm(str kernel, Tensor x, Tensor? x_scales, Tensor? x_global, str x_format, Tensor w, Tensor? w_scales, Tensor? w_global,"
-      " str w_format, Tensor? bias, Tensor? offsets, str out_dtype) -> Tensor");
+      " str w_format, Tensor? bias, Tensor? offsets, str out_dtype, bool over_tokens=False, Tensor? onto=None) -> Tensor");
   m.def("run_attention(Tensor q, Tensor k, Tensor v, Tensor? start, float scale, int budget=0) -> Tensor");
   m.def("quantize_swizzled(Tensor x, str spec, Tensor rng, Tensor enc, Tensor dec) -> (Tensor, Tensor, Tensor, Tensor)");
 }

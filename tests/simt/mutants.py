@@ -27,7 +27,7 @@ from .conftest import Machine
 from .operands import operand
 from .test_attention import check as check_attention
 from .test_attention import qkv, test_in_turns, test_underflow_keeps_the_sign_of_what_is_read_alone
-from .test_gemm import check_bound, gemm
+from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
 
 KERNELS = CSRC / "kernels"
 PATIENCE = 300  # seconds for the checks of one mutant; they take a few
@@ -92,6 +92,12 @@ def invariant(machine):
     grouped(machine, "invariant")
 
 
+def over_tokens(machine):
+    for formats in (("mxfp8_e5m2", "nvfp4"), ("nvfp4", "nvfp4")):
+        test_over_tokens(machine, *formats, [0, 16, 17])
+    test_added_to_y(machine, "invariant", ("mxfp8", "nvfp4"))
+
+
 def decode(machine):
     multiply(machine, "decode", "nvfp4")
     grouped(machine, "decode")
@@ -139,6 +145,7 @@ RUNS = {
     blocks: "any/quantize_nvfp4_random.cu",
     tiles: "any/quantize_16x16.cu",
     invariant: "sm80/gemm_invariant.cu",
+    over_tokens: "sm80/gemm_invariant.cu",
     decode: "sm80/gemm_decode.cu",
     attention: "any/attention.cu",
     sm120: "sm120/gemm_native.cu",
@@ -167,6 +174,10 @@ MUTANTS = [
     ("the store is not swizzled", "sm80/gemm_invariant.cu", "piece_of(tile, row, first + p)", "(tile + row * 128 + (first + p) * 16)", invariant),
     ("the scale of the other block", "sm80/gemm_invariant.cu", "e2m1_pair(raw.words[p] >> (8 * i), scale[p / 2])", "e2m1_pair(raw.words[p] >> (8 * i), scale[1 - p / 2])", invariant),
     ("experts' rows begin at the wrong tile", "gemm.cuh", "tile -= tiles;", "tile -= tiles ? tiles - 1 : 0;", invariant),
+    ("scales past an expert's tokens", "sm80/gemm_invariant.cu", "if (exists && o.block && k < k_size)", "if (exists && o.block)", over_tokens),
+    ("tokens of w begin where those of x do", "sm80/gemm_invariant.cu", "span.w, span.k);", "span.x, span.k);", over_tokens),
+    ("y is read where another row lies", "gemm.cuh", "static_cast<const float*>(a.y)[at] + v", "static_cast<const float*>(a.y)[at ^ 1] + v", over_tokens),
+    ("all experts write the first product", "gemm.cuh", "(rows.before + row) * n_size", "row * n_size", over_tokens),
     # decode
     ("waits for one group too few", "sm80/gemm_decode.cu", "wait_copies<kStages - 2>()", "wait_copies<kStages - 1>()", decode),
     ("no rendezvous after the wait", "sm80/gemm_decode.cu", "__syncwarp();", "", decode),
@@ -177,7 +188,7 @@ MUTANTS = [
     ("no barrier before scores' terms are replaced", "any/attention.cu", "const int term = threadIdx.x % kDepth;\n    __syncthreads();\n    if (term < depth)", "const int term = threadIdx.x % kDepth;\n    if (term < depth)", attention),
     ("no barrier before values' terms are replaced", "any/attention.cu", "kDepth ? count - j : kDepth;\n    __syncthreads();", "kDepth ? count - j : kDepth;", attention),
     ("a row takes part in keys that it does not read", "any/attention.cu", "if (k < limit[i]) acc", "acc", attention),
-    ("a lane takes the weights of its neighbour", "any/attention.cu", "rows[(l + i % 16) * S::kRowPitch", "rows[(l + (i ^ 1) % 16) * S::kRowPitch", attention),
+    ("neighbouring lanes of weights are added first", "any/attention.cu", "int h = 8; h > 0; h /= 2", "int h = 1; h < 16; h *= 2", attention),
     ("the largest score of half a warp", "any/attention.cu", "? S::kAcross : 32) / 2; h > 0", "? S::kAcross : 32) / 2; h > 1", attention),
     ("the last chunk is not added", "any/attention.cu", "for (int64_t c = 1; c < chunks; ++c) total", "for (int64_t c = 1; c + 1 < chunks; ++c) total", attention),
     ("every other band is left out", "any/attention.cu", "first + step", "first + 2 * step", attention),

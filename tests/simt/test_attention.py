@@ -69,7 +69,7 @@ def test_underflow_keeps_the_sign_of_what_is_read_alone(simt):
 
 @pytest.mark.parametrize("schedule", range(3))
 def test_a_decode_row_equals_a_prefill_row(simt, schedule):
-    """Token by token through a cache with garbage past its end (tiles of 8 rows): the rows of a prefill (tiles of 64)."""
+    """Token by token (tiles of 8 rows), garbage past the end of the cache: the rows of a prefill (tiles of 64)."""
     q, k, v = qkv(2, 4, 2, 262, 262, 12, seed=7, dtype=torch.bfloat16)
     whole = torch.ops.fp4ext.attention(q, k, v, None, 0.3)
     simt.configure(seed=schedule, asynchronous=simt.MODES[schedule])

@@ -81,7 +81,6 @@ __device__ __forceinline__ void multiply(const float* rows, const float* columns
                                          float (&acc)[4][Shape<R>::kEach]) {
   using S = Shape<R>;
   const S at;
-  FP4_ROLLED
   for (int k = 0; k < count; ++k) {
     const float4 r = *reinterpret_cast<const float4*>(rows + k * S::kRowPitch + at.row);
     const float x[4] = {r.x, r.y, r.z, r.w};
