@@ -38,8 +38,8 @@ def sources() -> list[Path]:
 def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, sanitize: bool = False) -> Path:
     """The path of the built library.
 
-    edits: texts that stand in for those of source files, in what is compiled from `only` (None: everything). Those objects
-    come first: of an inline function that several have, the linker takes the first.
+    edits: texts that stand in for those of source files, in what is compiled from `only` (None: everything). Those
+    objects come first: of an inline function that several have, the linker takes the first.
     sanitize: with AddressSanitizer and UBSan.
     """
     edits = {path.resolve(): text for path, text in (edits or {}).items()}

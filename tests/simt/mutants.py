@@ -27,6 +27,8 @@ from .conftest import Machine
 from .operands import operand
 from .test_attention import check as check_attention
 from .test_attention import qkv, test_in_turns, test_underflow_keeps_the_sign_of_what_is_read_alone
+from .test_experts import KEYS as EXPERTS
+from .test_experts import test_equal_the_cpu, test_the_rotation_of_each_expert_has_its_own_length
 from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
 
 KERNELS = CSRC / "kernels"
@@ -81,6 +83,11 @@ def grouped(machine, kernel):
 
 def blocks(machine):
     quantize(machine, "nvfp4/amax/stochastic", "nvfp4/sweep/eden/1x16/row/128x2")
+
+
+def experts(machine):
+    test_equal_the_cpu(machine, EXPERTS[3], [130, 130, 161, 161, 240])
+    test_the_rotation_of_each_expert_has_its_own_length(machine, EXPERTS[3])
 
 
 def tiles(machine):
@@ -144,6 +151,7 @@ def self_test_sm100(machine):
 RUNS = {
     blocks: "any/quantize_nvfp4_random.cu",
     tiles: "any/quantize_16x16.cu",
+    experts: "any/quantize_nvfp4_random.cu",
     invariant: "sm80/gemm_invariant.cu",
     over_tokens: "sm80/gemm_invariant.cu",
     decode: "sm80/gemm_decode.cu",
@@ -153,6 +161,15 @@ RUNS = {
     self_test_sm120: "sm120/gemm_native.cu",
     self_test_sm100: "sm100/gemm_native.cu",
 }
+
+# The decode's ring, which a mutant fills by one stage too many.
+FILL = """  for (int i = 0; i < kStages - 1; ++i) copy(i);
+  float acc[2][4] = {};
+  for (int i = 0; i < my_steps; ++i) {
+    wait_copies<kStages - 2>();
+    __syncwarp();  // what every lane copied is here
+    copy(i + kStages - 1);
+"""
 
 # What is wrong, where, the text and what stands in its place, the check that must fail.
 MUTANTS = [
@@ -166,10 +183,19 @@ MUTANTS = [
     ("random bits hang on the column", "any/encode.cuh", "(k + rng.k + offset) / 8", "(k + rng.k + offset) / 16", blocks),
     ("both directions draw the same bits", "any/encode.cuh", "philox_usage(purpose, colwise, role)", "philox_usage(purpose, false, role)", blocks),
     ("scales of the neighbour's row", "any/encode.cuh", "row * row_scales + column", "(row ^ 1) * row_scales + column", blocks),
+    ("butterflies exchange the wrong lanes", "any/tile.cuh", "__shfl_xor_sync(kAllLanes, t[i], h / N)", "__shfl_xor_sync(kAllLanes, t[i], h / N ^ 1)", blocks),
+    ("the upper lane subtracts the wrong way", "any/tile.cuh", "upper ? other - t[i]", "upper ? t[i] - other", blocks),
     ("the maximum misses a lane", "any/quantize_16x16.cu", "int h = 8; h > 0", "int h = 4; h > 0", tiles),
     ("a tile takes its turns from the wrong half", "any/quantize_16x16.cu", "(threadIdx.x & 16) + turn", "turn", tiles),
+    # experts
+    ("an expert's tokens are not padded", "any/tile.cuh", "(end - begin + block - 1) / block * block", "end - begin", experts),
+    ("an expert's rotation has the length of all", "any/tile.cuh", "rht_length((v.k_size + 15) / 16 * 16, c.rht)", "c.rht", experts),
+    ("all experts have the first one's outer scale", "any/tile.cuh", "|| in.offsets ? v.batch : 0", "? v.batch : 0", experts),
+    ("random bits hang on the expert's row", "any/tile.cuh", "first(colwise ? p.batch * in.cols : p.first)", "first(colwise ? 0 : p.first)", experts),
     # emulated GEMM
     ("no barrier between steps", "sm80/gemm_invariant.cu", "close_chunk(total, acc);\n    __syncthreads();", "close_chunk(total, acc);", invariant),
+    ("no barrier before the sums are staged", "sm80/gemm_invariant.cu", "close_chunk(total, acc);\n    __syncthreads();", "close_chunk(total, acc);\n    if (step + 1 < steps) __syncthreads();", invariant),
+    ("no barrier after the sums are staged", "gemm.cuh", "  __syncthreads();\n  const int64_t n_size", "  const int64_t n_size", invariant),
     ("one pair of tiles is filled instead of two", "sm80/gemm_invariant.cu", "memory + step % 2 * 2 * kTileBytes;\n    w.store", "memory;\n    w.store", invariant),
     ("the store is not swizzled", "sm80/gemm_invariant.cu", "piece_of(tile, row, first + p)", "(tile + row * 128 + (first + p) * 16)", invariant),
     ("the scale of the other block", "sm80/gemm_invariant.cu", "e2m1_pair(raw.words[p] >> (8 * i), scale[p / 2])", "e2m1_pair(raw.words[p] >> (8 * i), scale[1 - p / 2])", invariant),
@@ -180,6 +206,7 @@ MUTANTS = [
     ("all experts write the first product", "gemm.cuh", "(rows.before + row) * n_size", "row * n_size", over_tokens),
     # decode
     ("waits for one group too few", "sm80/gemm_decode.cu", "wait_copies<kStages - 2>()", "wait_copies<kStages - 1>()", decode),
+    ("a stage is filled while it is read", "sm80/gemm_decode.cu", FILL, FILL.replace("kStages - 1", "kStages").replace("kStages - 2", "kStages - 1"), decode),
     ("no rendezvous after the wait", "sm80/gemm_decode.cu", "__syncwarp();", "", decode),
     ("no barrier before the chunks are added", "sm80/gemm_decode.cu", "  __syncthreads();\n\n  for (int i = threadIdx.x; i < x_rows", "  for (int i = threadIdx.x; i < x_rows", decode),
     ("a chunk is left out", "sm80/gemm_decode.cu", "for (int c = 1; c < chunks; ++c)", "for (int c = 1; c < chunks - 1; ++c)", decode),
