@@ -30,6 +30,7 @@ KERNELS = {
         PLAIN,
         {"quantize_16x16_kernel": ({"LDG.E.128": 1, "LDS.128": 2, "STG.E.64": 2, "SHFL": 1}, 168)},
     ),
+    "any/gemm_finish.cu": (PLAIN, {"gemm_finish_kernel": ({"LDG.E": 4, "STG.E": 8}, 64)}),
     "any/dequantize.cu": (PLAIN, {"dequantize_kernel": ({"STG.E.128": 2}, 128)}),
     "any/attention.cu": (
         PLAIN,

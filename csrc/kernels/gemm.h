@@ -52,6 +52,9 @@ bool decode_takes(const GemmArgs& args);
 int64_t decode_shared_bytes(const GemmArgs& args);
 cudaError_t gemm_decode(const GemmArgs& args, cudaStream_t stream);
 
+// The end of that law over `sums`, fp32 [M, N], of operands without their global scales: what another product leaves.
+cudaError_t gemm_finish(const GemmArgs& args, const float* sums, cudaStream_t stream);
+
 // Native: block-scaled tensor cores take codes and scales as they are. Both operands NVFP4 or both MXFP8 (E4M3), linear
 // scales; K a multiple of 64 (NVFP4) or 128 (MXFP8). Rows are invariant here too, but the bits are not those of
 // gemm_invariant: what one instruction sums is the hardware's own.

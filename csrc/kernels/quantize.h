@@ -16,7 +16,7 @@ enum class Dtype { fp32, bf16, fp16, stored };
 struct Stored {
   const uint8_t* codes;
   const uint8_t* scales;
-  const float* global;  // null for the MX formats
+  const float* global;  // null for the MX formats, and for x̂ without its global scale
   FormatId format;
   int64_t padded_k, rows_per_group;
 };
