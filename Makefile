@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
+# CMake looks for ninja there, if the system has none.
+export PATH := $(PATH):$(abspath $(VENV)/bin)
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
@@ -61,7 +63,7 @@ test-cuda-build:  ## build FP4EXT_CUDA=ON against a CUDA build of torch (a downl
 	.venv-cuda/bin/python -c 'import torch; assert torch.version.cuda, "this torch is a CPU build: give CUDA_TORCH"; print(torch.__version__, torch.version.cuda)'
 	$(MAKE) build/cuda/package GPU_PYTHON=$(abspath .venv-cuda/bin/python) GPU_DEVICES=90
 	PYTHONPATH=$(abspath build/cuda/package) .venv-cuda/bin/python -c 'import fp4ext; [print(name, "-", what) for name, what in fp4ext.backends().items()]; assert "built, but torch finds no CUDA device" in str(fp4ext.backends()) or __import__("torch").cuda.is_available()'
-	PYTHONPATH=$(abspath build/cuda/package) .venv-cuda/bin/python -m pytest -m "not slow" tests/ops tests/numerics tests/test_ops.py tests/test_backends.py tests/test_gemm.py tests/test_quantize.py
+	PYTHONPATH=$(abspath build/cuda/package) .venv-cuda/bin/python -m pytest -m "not slow" tests/ops tests/test_ops.py tests/test_backends.py tests/test_cublas.py tests/test_gemm.py tests/test_quantize.py
 
 # Where a GPU is: GPU_PYTHON has a CUDA build of torch, and pybind11, cmake, ninja, pytest, hypothesis.
 # Compiled for the devices that are here alone.
@@ -70,7 +72,7 @@ GPU_DEVICES ?= $(shell $(GPU_PYTHON) -c 'import torch; print(*sorted({"%d%d" % t
 GPU_CMAKE_ARGS ?=
 .PHONY: build/cuda/package
 build/cuda/package:
-	$(GPU_PYTHON) -m cmake -S . -B build/cuda -G Ninja -DFP4EXT_CUDA=ON -DFP4EXT_DEVICES="$(GPU_DEVICES)" -DPython_EXECUTABLE=$(GPU_PYTHON) -DCMAKE_BUILD_TYPE=Release $(GPU_CMAKE_ARGS)
+	PATH="$$PATH:$$(dirname "$$(command -v $(GPU_PYTHON))")" $(GPU_PYTHON) -m cmake -S . -B build/cuda -G Ninja -DFP4EXT_CUDA=ON -DFP4EXT_DEVICES="$(GPU_DEVICES)" -DPython_EXECUTABLE=$(GPU_PYTHON) -DCMAKE_BUILD_TYPE=Release $(GPU_CMAKE_ARGS)
 	$(GPU_PYTHON) -m cmake --build build/cuda
 	rm -rf $@ && mkdir -p $@ && cp -r fp4ext $@/ && rm -f $@/fp4ext/_C*.so
 	cp build/cuda/_C*.so $@/fp4ext/
