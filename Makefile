@@ -49,10 +49,10 @@ test-avx512: build  ## the ops' tests with the AVX-512 kernels, on a CPU that ma
 	cp build/avx512/_C*.so build/avx512/package/fp4ext/
 	FP4EXT_ISA=avx512 PYTHONPATH=$(abspath build/avx512/package) $(VENV)/bin/pytest -m "not slow" tests/ops tests/numerics
 
-test-simt-sanitized: build  ## the CUDA kernels on the SIMT machine under AddressSanitizer and UBSan
+test-simt-sanitized: build  ## every CUDA kernel once on the SIMT machine under AddressSanitizer and UBSan
 	FP4EXT_SIMT_SANITIZE=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:protect_shadow_gap=0 \
-	$(PY) -m pytest -m "not slow" tests/simt -k "ragged or unaligned or rowcol or requantize or swizzle or grouped or empty or decode_is_prefill or within or harm"
+	$(PY) -m pytest --capture=sys tests/simt/test_every_kernel.py
 
 # A CUDA build of torch in an environment of its own: what is built for CUDA imports without a GPU, and the CPU's tests pass with it.
 CUDA_TORCH ?= torch==2.14.1

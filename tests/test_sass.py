@@ -57,8 +57,14 @@ KERNELS = {
     "sm100/gemm_native.cu": (
         ("100a", "103a"),
         {
-            "gemm_native_kernel.*Nvfp4": ({"UTCOMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "LDGSTS": 4}, 128),
-            "gemm_native_kernel.*Mxfp8": ({"UTCQMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "LDGSTS": 4}, 128),
+            "gemm_native_kernel.*Nvfp4": (
+                {"UTCOMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "UTMALDG.2D": 2, "LDGSTS": 2},
+                128,
+            ),
+            "gemm_native_kernel.*Mxfp8": (
+                {"UTCQMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "UTMALDG.2D": 2, "LDGSTS": 2},
+                128,
+            ),
         },
     ),
 }

@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> of_experts(const Tensor& on, kernels::Input i
   const int64_t k = colwise ? (in.rows + experts * (block - 1)) / block * block : (in.cols + block - 1) / block * block;
   const auto zeros = [&](Sizes sizes, ScalarType type) {
     Tensor t = torch::stable::new_empty(on, sizes, type);
-    std::memset(t.data_ptr(), 0, t.numel() * (type == ScalarType::Byte ? 1 : 4));
+    if (t.numel()) std::memset(t.data_ptr(), 0, t.numel() * (type == ScalarType::Byte ? 1 : 4));
     return t;
   };
   Tensor codes = zeros({rows, k / (spec.packed() ? 2 : 1)}, ScalarType::Byte), scales = zeros({rows, k / block}, ScalarType::Byte);

@@ -116,6 +116,7 @@ def sm120(machine):
 
 def sm100(machine):
     multiply(machine, "sm100", "nvfp4", "mxfp8")
+    grouped(machine, "sm100")
 
 
 def attention(machine):
@@ -235,8 +236,11 @@ MUTANTS = [
     ("the sums start from what was there", "sm100/gemm_native.cu", "i > 0 || j > 0", "true", sm100),
     ("K advances by half", "sm100/gemm_native.cu", "x + 2 * j, w + 2 * j", "x + j, w + j", sm100),
     ("a warp reads another's lanes", "sm100/gemm_native.cu", "(static_cast<uint32_t>(warp * 32) << 16)", "(static_cast<uint32_t>(warp / 2 * 32) << 16)", sm100),
-    ("too few arrivals", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders);", "mbarrier_init(full + s, kLoaders + 1);", sm100),
-    ("the wrong swizzle for tcgen05", "sm100/gemm_native.cu", "((piece ^ (row & 7)) << 4)", "((piece ^ (row / 2 & 3)) << 4)", sm100),
+    ("too few arrivals", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders + 1);", "mbarrier_init(full + s, kLoaders + 2);", sm100),
+    ("codes are copied into a stage that is not empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + s, (i / kStages & 1) ^ 1);", "", sm100),
+    ("half of the bytes are waited for", "sm100/gemm_native.cu", "mbarrier_expect(full + s, 2 * kTileBytes);", "mbarrier_expect(full + s, kTileBytes);", sm100),
+    ("nobody waits for the codes", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders + 1);", "mbarrier_init(full + s, kLoaders);", sm100),
+    ("codes of the first expert for all", "sm100/gemm_native.cu", "static_cast<int>(rows.expert * a.w.rows + n0)", "static_cast<int>(n0)", sm100),
     ("the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", sm100),
     # What the self-test of a device would meet if an instruction were misread.
     ("self-test: scales in the wrong lanes", "sm120/gemm_native.cu", "(lane & 1) * 8 + lane / 4", "lane / 4", self_test_sm120),
