@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
+# CMake looks for ninja there, if the system has none.
+export PATH := $(PATH):$(abspath $(VENV)/bin)
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
@@ -48,36 +50,40 @@ test-avx512: build  ## the ops' tests with the AVX-512 kernels, on a CPU that ma
 	cp build/avx512/_C*.so build/avx512/package/fp4ext/
 	FP4EXT_ISA=avx512 PYTHONPATH=$(abspath build/avx512/package) $(VENV)/bin/pytest -m "not slow" tests/ops tests/numerics
 
-test-simt-sanitized: build  ## the CUDA kernels on the SIMT machine under AddressSanitizer and UBSan
+test-simt-sanitized: build  ## every CUDA kernel once on the SIMT machine under AddressSanitizer and UBSan
 	FP4EXT_SIMT_SANITIZE=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:protect_shadow_gap=0 \
-	$(PY) -m pytest -m "not slow" tests/simt -k "ragged or unaligned or rowcol or requantize or swizzle or grouped or empty or decode_is_prefill or within or harm"
+	$(PY) -m pytest --capture=sys tests/simt/test_every_kernel.py
 
 # A CUDA build of torch in an environment of its own: what is built for CUDA imports without a GPU, and the CPU's tests pass with it.
 CUDA_TORCH ?= torch==2.14.1
+# Compiled for one architecture, since `make kernels` compiles for all of them.
 test-cuda-build:  ## build FP4EXT_CUDA=ON against a CUDA build of torch (a download of gigabytes); needs nvcc, but no GPU
 	test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
 	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check "$(CUDA_TORCH)" pybind11 cmake ninja numpy safetensors rich matplotlib pytest hypothesis ml_dtypes
 	.venv-cuda/bin/python -c 'import torch; assert torch.version.cuda, "this torch is a CPU build: give CUDA_TORCH"; print(torch.__version__, torch.version.cuda)'
-	$(MAKE) build/cuda/package GPU_PYTHON=$(abspath .venv-cuda/bin/python)
+	$(MAKE) build/cuda/package GPU_PYTHON=$(abspath .venv-cuda/bin/python) GPU_DEVICES=90
 	PYTHONPATH=$(abspath build/cuda/package) .venv-cuda/bin/python -c 'import fp4ext; [print(name, "-", what) for name, what in fp4ext.backends().items()]; assert "built, but torch finds no CUDA device" in str(fp4ext.backends()) or __import__("torch").cuda.is_available()'
-	PYTHONPATH=$(abspath build/cuda/package) .venv-cuda/bin/python -m pytest -m "not slow" tests/ops tests/numerics tests/test_ops.py tests/test_backends.py tests/test_gemm.py tests/test_quantize.py
+	PYTHONPATH=$(abspath build/cuda/package) .venv-cuda/bin/python -m pytest -m "not slow" tests/ops tests/test_ops.py tests/test_backends.py tests/test_cublas.py tests/test_gemm.py tests/test_quantize.py
 
 # Where a GPU is: GPU_PYTHON has a CUDA build of torch, and pybind11, cmake, ninja, pytest, hypothesis.
+# Compiled for the devices that are here alone.
 GPU_PYTHON ?= $(PYTHON)
+GPU_DEVICES ?= $(shell $(GPU_PYTHON) -c 'import torch; print(*sorted({"%d%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}), sep=";")' 2>/dev/null)
 GPU_CMAKE_ARGS ?=
 .PHONY: build/cuda/package
 build/cuda/package:
-	$(GPU_PYTHON) -m cmake -S . -B build/cuda -G Ninja -DFP4EXT_CUDA=ON -DPython_EXECUTABLE=$(GPU_PYTHON) -DCMAKE_BUILD_TYPE=Release $(GPU_CMAKE_ARGS)
+	PATH="$$PATH:$$(dirname "$$(command -v $(GPU_PYTHON))")" $(GPU_PYTHON) -m cmake -S . -B build/cuda -G Ninja -DFP4EXT_CUDA=ON -DFP4EXT_DEVICES="$(GPU_DEVICES)" -DPython_EXECUTABLE=$(GPU_PYTHON) -DCMAKE_BUILD_TYPE=Release $(GPU_CMAKE_ARGS)
 	$(GPU_PYTHON) -m cmake --build build/cuda
 	rm -rf $@ && mkdir -p $@ && cp -r fp4ext $@/ && rm -f $@/fp4ext/_C*.so
 	cp build/cuda/_C*.so $@/fp4ext/
 
-test-gpu: build/cuda/package  ## on a machine with a GPU: bytes, bounds, invariance, graphs, repeats; compute-sanitizer where it is installed
+SANITIZE = compute-sanitizer --error-exitcode 1 $(GPU_PYTHON)
+test-gpu: build/cuda/package  ## on a machine with a GPU: bytes, bounds, invariance, graphs, repeats; compute-sanitizer where it works
 	PYTHONPATH=$(abspath build/cuda/package) $(GPU_PYTHON) -m pytest tests/gpu
-	if command -v compute-sanitizer > /dev/null; then \
-	  PYTHONPATH=$(abspath build/cuda/package) compute-sanitizer --error-exitcode 1 $(GPU_PYTHON) -m pytest tests/gpu -k "grouped or requantize"; \
-	else echo "compute-sanitizer is not installed: that check was left out"; fi
+	if $(SANITIZE) -c 'import torch; torch.zeros(1, device="cuda")' > /dev/null 2>&1; then \
+	  PYTHONPATH=$(abspath build/cuda/package) $(SANITIZE) -m pytest tests/gpu -k "sanitized"; \
+	else echo "compute-sanitizer is not here, or does not work with this driver: that check was left out"; fi
 
 bench-gpu: build/cuda/package  ## on a machine with a GPU: bandwidth and speed, rows to bench_out/gpu.jsonl
 	PYTHONPATH=$(abspath build/cuda/package) $(GPU_PYTHON) benchmarks/bench_gpu.py

@@ -29,5 +29,6 @@ PYBIND11_MODULE(_C, m) {
 #if defined(USE_CUDA)
   m.def("native_status", &native_status, py::arg("device"), "Whether the native GEMMs are used on a CUDA device; tests them first.");
   m.def("emulated_status", &emulated_status, py::arg("device"), "Whether the emulated GEMMs run on a CUDA device.");
+  m.def("fast_status", &fast_status, py::arg("device"), "Whether torch's product of decoded operands runs on a CUDA device.");
 #endif
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops
+from . import cublas, ops
 from .qtensor import QTensor
 from .quantize import check_device, check_input
 
 ACCUMULATE = ("invariant", "fast")
-BACKENDS = {"cpu": ("auto", "cpu"), "cuda": ("auto", "emulated", "native")}
+BACKENDS = {"cpu": ("auto", "cpu"), "cuda": ("auto", "emulated", "fast", "cublas", "native")}
+VARIANT = ("fast", "cublas")  # backends whose rows depend on the shape of the whole
 
 
 def gemm(
@@ -31,8 +32,10 @@ def gemm(
         bias: [N], fp32, bf16 or fp16.
         out_dtype: torch.bfloat16 or torch.float32.
         accumulate: "invariant": a row of y depends on that row of x and on w alone, not on M, the other rows or the
-            threads. "fast": the backend's fastest order. The CPU has one order, invariant and documented.
-        backend: "auto"; for tensors of the CPU "cpu"; for CUDA "emulated" or "native" (fp4ext.backends()).
+            threads. "fast": the backend's fastest order, which on CUDA may be "fast". The CPU has one order, invariant
+            and documented.
+        backend: "auto"; for tensors of the CPU "cpu"; for CUDA "emulated" or "native", or with accumulate="fast" also
+            "fast" or "cublas" (fp4ext.backends()).
         out: fp32 [.., M, N], contiguous: the product in fp32, with its bias, is added to it, and it is returned;
             out_dtype then counts for nothing. So a weight gradient gathers over micro-batches.
 
@@ -58,6 +61,9 @@ def gemm(
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in K, their last axis")
     if out is not None:
         check_device("out", out, x)
+    if backend == "cublas":
+        return cublas.gemm(x, w, bias, out_dtype, out)
+    if out is not None:
         ops.gemm_add(*operands, bias, out.detach(), accumulate, backend)
         return out
     return ops.gemm(*operands, bias, ops.dtype_name(out_dtype), accumulate, backend)
@@ -73,6 +79,8 @@ def check_choices(out_dtype: torch.dtype, accumulate: str, backend: str, device:
             f"unknown backend {backend!r} on {device.type}; accepted: {', '.join(accepted)} "
             "(fp4ext.backends() says why not others)"
         )
+    if backend in VARIANT and accumulate == "invariant":
+        raise ValueError(f"backend {backend!r} is not row-invariant; accepted with it: accumulate='fast'")
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"out_dtype is {out_dtype}; accepted: torch.bfloat16, torch.float32")
 

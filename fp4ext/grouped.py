@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import ops
 from .formats import Format
-from .gemm import check_choices, operand
+from .gemm import VARIANT, check_choices, operand
 from .qtensor import QTensor
 from .quantize import check_device, check_input, check_place, rng_state, wrap
 from .spec import Spec
@@ -158,6 +158,8 @@ def grouped_gemm(
     """
     operands = *_grouped_operand("x", x), *_grouped_operand("w", w)
     check_choices(out_dtype, accumulate, backend, x.device)
+    if backend in VARIANT:
+        raise ValueError(f"backend {backend!r} takes dense products; accepted for experts: auto, emulated, native")
     check_device("w", w, x)
     check_offsets(offsets, x)
     if len(x.shape) != 2 or len(w.shape) not in (2, 3):

@@ -21,7 +21,7 @@ ORDER = """
     spec
     ops
     qtensor
-    quantize
+    quantize cublas
     gemm attention
     grouped
     recipe

@@ -9,7 +9,7 @@ from fp4ext import _C
 
 def test_every_backend_has_a_line():
     report = fp4ext.backends()
-    assert list(report) == ["cpu", "emulated", "cublas", "native"]
+    assert list(report) == ["cpu", "emulated", "fast", "cublas", "native"]
     assert all(why.startswith(("available: ", "not built: ", "built, but ")) for why in report.values())
 
 
@@ -35,7 +35,7 @@ def test_gemm_takes_the_backends_that_are_there():
     """Where the tensors are, and refuses the others by pointing here."""
     x = torch.ones(2, 16, dtype=torch.bfloat16)
     fp4ext.gemm(x, x, backend="cpu")
-    for name in ("emulated", "native", "cublas"):
+    for name in ("emulated", "fast", "cublas", "native"):
         with pytest.raises(ValueError, match="accepted: auto, cpu .fp4ext.backends.. says why"):
             fp4ext.gemm(x, x, backend=name)
     if fp4ext.backends()["emulated"].startswith("available"):

@@ -30,7 +30,18 @@ KERNELS = {
         PLAIN,
         {"quantize_16x16_kernel": ({"LDG.E.128": 1, "LDS.128": 2, "STG.E.64": 2, "SHFL": 1}, 168)},
     ),
+    "any/gemm_finish.cu": (PLAIN, {"gemm_finish_kernel": ({"LDG.E": 4, "STG.E": 8}, 64)}),
     "any/dequantize.cu": (PLAIN, {"dequantize_kernel": ({"STG.E.128": 2}, 128)}),
+    "any/attention.cu": (
+        PLAIN,
+        {
+            "scores_kernelILi64E": ({"FFMA": 16, "LDS.128": 1, "RED": 1}, 128),
+            "scores_kernelILi8E": ({"FFMA": 4, "LDS": 2, "RED": 1}, 128),
+            "values_kernelILi64E": ({"FFMA": 16, "LDS.128": 1}, 128),
+            "values_kernelILi8E": ({"FFMA": 4, "LDS": 2}, 128),
+            "finish_kernel": ({"MUFU.RCP": 1}, 64),
+        },
+    ),
     "sm80/gemm_invariant.cu": (
         PLAIN,
         {"gemm_invariant_kernel": ({"HMMA.16816.F32.BF16": 64, "LDSM.16.M88.4": 24, "LDG.E.128": 6}, 255)},
@@ -46,8 +57,14 @@ KERNELS = {
     "sm100/gemm_native.cu": (
         ("100a", "103a"),
         {
-            "gemm_native_kernel.*Nvfp4": ({"UTCOMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "LDGSTS": 4}, 128),
-            "gemm_native_kernel.*Mxfp8": ({"UTCQMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "LDGSTS": 4}, 128),
+            "gemm_native_kernel.*Nvfp4": (
+                {"UTCOMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "UTMALDG.2D": 2, "LDGSTS": 2},
+                128,
+            ),
+            "gemm_native_kernel.*Mxfp8": (
+                {"UTCQMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "UTMALDG.2D": 2, "LDGSTS": 2},
+                128,
+            ),
         },
     ),
 }

@@ -14,14 +14,14 @@ bool copies_align(const Operand& o) {
 }  // namespace
 
 bool decode_takes(const GemmArgs& a) {
-  return a.x.rows <= 16 && a.w.elem != Elem::bf16 && a.x.k_stored == a.w.k_stored && a.x.k_stored % 128 == 0 && copies_align(a.x) &&
-         copies_align(a.w) && decode_shared_bytes(a) <= 99 * 1024;  // what every device since sm_80 has
+  return a.x.rows <= 16 && !a.over_tokens && a.w.elem != Elem::bf16 && a.x.k_stored == a.w.k_stored && a.x.k_stored % 128 == 0 &&
+         copies_align(a.x) && copies_align(a.w) && decode_shared_bytes(a) <= 99 * 1024;  // what every device since sm_80 has
 }
 
 bool native_takes(const GemmArgs& a) {
   const bool nvfp4 = a.x.elem == Elem::e2m1 && a.w.elem == Elem::e2m1 && a.x.block == 16 && a.w.block == 16;
   const bool mxfp8 = a.x.elem == Elem::e4m3 && a.w.elem == Elem::e4m3;
-  return (nvfp4 || mxfp8) && a.x.k_stored > 0 && a.x.k_stored == a.w.k_stored && copies_align(a.x) && copies_align(a.w);
+  return (nvfp4 || mxfp8) && !a.over_tokens && a.x.k_stored > 0 && a.x.k_stored == a.w.k_stored && copies_align(a.x) && copies_align(a.w);
 }
 
 }  // namespace fp4ext::kernels

@@ -11,7 +11,8 @@ inline constexpr int kChunk = 1024;  // of K, summed on its own
 // Which rows of x a thread block has, and whose.
 struct Rows {
   int64_t begin, end;
-  int expert;  // the number of experts: nobody's, they give zeros
+  int expert;          // the number of experts: nobody's, they give zeros
+  int64_t before = 0;  // rows of y that stand before row 0 of x
 };
 
 // Tile number `tile` of `size` rows, counting each expert's on their own, then those of nobody.
@@ -19,6 +20,11 @@ __device__ inline Rows rows_of_tile(const GemmArgs& a, int tile, int size) {
   if (!a.offsets) {
     const int64_t begin = static_cast<int64_t>(tile) * size;
     return {begin, begin + size < a.x.rows ? begin + size : a.x.rows, 0};
+  }
+  if (a.over_tokens) {
+    const int tiles = static_cast<int>((a.x.rows + size - 1) / size), e = tile / tiles;
+    const int64_t begin = static_cast<int64_t>(tile % tiles) * size;
+    return {begin, begin + size < a.x.rows ? begin + size : a.x.rows, e, e * a.x.rows};
   }
   int64_t begin = 0;
   for (int e = 0; e <= a.experts; ++e) {
@@ -35,19 +41,46 @@ __device__ inline Rows rows_of_tile(const GemmArgs& a, int tile, int size) {
   return {0, 0, 0};
 }
 // At least as many tiles as there are, whatever the offsets.
-inline int64_t most_tiles(const GemmArgs& a, int size) { return (a.x.rows + size - 1) / size + (a.offsets ? a.experts : 0); }
+inline int64_t most_tiles(const GemmArgs& a, int size) {
+  const int64_t tiles = (a.x.rows + size - 1) / size;
+  return a.over_tokens ? tiles * a.experts : tiles + (a.offsets ? a.experts : 0);
+}
+
+// What of K is contracted: k elements, from x on in x and from w on in w.
+struct Span {
+  int64_t x, w, k;
+};
+__device__ inline Span span_of(const GemmArgs& a, int expert) {
+  const auto least = [](int64_t p, int64_t q) { return p < q ? p : q; };
+  if (!a.over_tokens) return {0, 0, least(a.x.k_stored, a.w.k_stored)};
+  // How much n tokens take, of what is left from `at` on.
+  const auto padded = [&](const Operand& o, int64_t n, int64_t at) {
+    return least(o.block ? (n + o.block - 1) / o.block * o.block : n, o.k_stored - at);
+  };
+  Span s{};
+  int64_t begin = 0;
+  for (int e = 0;; ++e) {
+    const int64_t end = a.offsets[e] < begin ? begin : a.offsets[e];
+    const int64_t x = padded(a.x, end - begin, s.x), w = padded(a.w, end - begin, s.w);
+    s.k = least(x, w);
+    if (e == expert) return s;
+    s.x += x, s.w += w, begin = end;
+  }
+}
 
 __device__ inline double global_of(const Operand& o, int expert, int64_t row) {
   return o.global ? static_cast<double>(o.global[expert * o.global_expert_stride + row * o.global_row_stride]) : 1.0;
 }
 
-// The end of the law: global scales in double, bias, the canonical NaN; the caller rounds.
+// The end of the law: global scales in double, then bias; `store` adds to y and rounds.
 __device__ inline float finish(const GemmArgs& a, float sum, double g_x, double g_w, int64_t n) {
   float v = static_cast<float>(static_cast<double>(sum) * (g_x * g_w));
   if (a.bias) v = v + a.bias[n];
-  return v != v ? as_float(0x7fc00000u) : v;
+  return v;
 }
 __device__ inline void store(const GemmArgs& a, int64_t at, float v) {
+  if (a.add) v = static_cast<const float*>(a.y)[at] + v;
+  v = v != v ? as_float(0x7fc00000u) : v;
   if (a.y_bf16)
     static_cast<uint16_t*>(a.y)[at] = float_to_bf16(v);
   else
@@ -97,10 +130,11 @@ __device__ inline void write(const GemmArgs& a, const Rows& rows, int64_t n0, co
     if (row >= rows.end) continue;
     const float4 sums = *reinterpret_cast<const float4*>(staged + m * kTile + (n ^ (m / 2 % 4 * 8)));
     const float part[4] = {sums.x, sums.y, sums.z, sums.w};
-    const double g_x = global_of(a.x, 0, row);
+    const double g_x = global_of(a.x, a.over_tokens ? rows.expert : 0, row);
     for (int j = 0; j < 4; ++j) {
       const int64_t column = n0 + n + j;
-      if (column < n_size) store(a, row * n_size + column, finish(a, part[j], g_x, global_of(a.w, rows.expert, column), column));
+      if (column < n_size)
+        store(a, (rows.before + row) * n_size + column, finish(a, part[j], g_x, global_of(a.w, rows.expert, column), column));
     }
   }
 }

@@ -27,13 +27,19 @@ FP4_HD int64_t row_bytes(const Operand& o) {
 
 // Dense: x [M, K], w [N, K]. Grouped (offsets not null): w [E, N, K], rows offsets[e-1] to offsets[e] of x times w[e]ᵀ; an
 // expert may have no rows, and rows of x past the last offset give zeros. offsets are read on the device, and clamped.
+//
+// Over tokens (offsets not null, over_tokens): x [M, tokens], w [N, tokens], y [E, M, N] = x[:, tokens_e]·w[:, tokens_e]ᵀ. In either
+// operand each expert's tokens are padded to whole blocks and stand where grouped quantization puts them; what lies past the last
+// one is not read. An expert without tokens gets zeros. Global scales: both operands have one an expert (global_expert_stride).
 struct GemmArgs {
   Operand x, w;
   const float* bias;  // [N] or null
   void* y;            // [M, N]
   bool y_bf16;
   const int32_t* offsets;
-  int experts;  // 1 if dense
+  int experts;       // 1 if dense
+  bool over_tokens;  // gemm_invariant alone
+  bool add;          // y += the product, once, in fp32
 };
 
 // Emulated: both operands decoded to bf16, which holds them exactly, and multiplied by mma.sync. Row m of y depends on row
@@ -45,6 +51,9 @@ cudaError_t gemm_invariant(const GemmArgs& args, cudaStream_t stream);
 bool decode_takes(const GemmArgs& args);
 int64_t decode_shared_bytes(const GemmArgs& args);
 cudaError_t gemm_decode(const GemmArgs& args, cudaStream_t stream);
+
+// The end of that law over `sums`, fp32 [M, N], of operands without their global scales: what another product leaves.
+cudaError_t gemm_finish(const GemmArgs& args, const float* sums, cudaStream_t stream);
 
 // Native: block-scaled tensor cores take codes and scales as they are. Both operands NVFP4 or both MXFP8 (E4M3), linear
 // scales; K a multiple of 64 (NVFP4) or 128 (MXFP8). Rows are invariant here too, but the bits are not those of

@@ -16,20 +16,29 @@ enum class Dtype { fp32, bf16, fp16, stored };
 struct Stored {
   const uint8_t* codes;
   const uint8_t* scales;
-  const float* global;  // null for the MX formats
+  const float* global;  // null for the MX formats, and for x̂ without its global scale
   FormatId format;
   int64_t padded_k, rows_per_group;
 };
 
 // What is quantized, contiguous [batch, rows, cols]: x, or where dtype says so x̂ of `stored`, decoded on the fly.
+//
+// Experts (offsets not null, batch 1): rows offsets[e-1] to offsets[e] of x are a tensor of their own, with its own tiles, padding, RHT
+// and outer scale; rows past the last offset are nobody's. offsets are read on the device, and clamped.
 struct Input {
   const void* x;
   Dtype dtype;
   int64_t batch, rows, cols;
   Stored stored;
+  const int32_t* offsets;
+  int experts;
 };
 
 // One copy: along the rows of the input, or along its columns ([batch, cols, rows], contraction last).
+//
+// Of experts: codes [rows, ⌈cols⌉], or along columns [cols, pitch], each expert's tokens padded to whole blocks, one after the other.
+// What belongs to nobody, rows or columns at the end, is left as it is: the caller zeroes it. Outer groups: the experts, or with
+// OuterKind::row the rows of x, or along columns e·cols + column.
 struct Copy {
   bool colwise;
   OuterKind outer;
@@ -41,9 +50,11 @@ struct Copy {
   const float* outer_dec;  // of each outer group; null for the MX formats
   uint8_t* codes;          // null: this copy is not wanted
   uint8_t* scales;
+  int64_t pitch;  // of experts, along columns: elements a row of the codes, at least padded_capacity (ops/grouped.h)
 };
 
 // The RHT's length for a contraction of k elements.
+// (Of experts along columns, whose contraction only the device knows: pass k = 0, and it is shortened there.)
 inline int rht_n(const QuantizeSpec& spec, int64_t k) { return spec.rht ? rht_length((k + 15) / 16 * 16, spec.rht) : 0; }
 
 // Both copies come from one read of the input. They share the spec but for its RHT.
@@ -67,6 +78,10 @@ struct OuterArgs {
   float *enc, *dec, *global;
 };
 cudaError_t outer_scales(const OuterArgs& args, cudaStream_t stream);
+
+// of_group's value for each row of the experts' matrix, 1 for rows of nobody: [rows]. by_row: of_group has one for each row already.
+cudaError_t global_of_rows(const float* of_group, bool by_row, const int32_t* offsets, int experts, int64_t rows, float* out,
+                           cudaStream_t stream);
 
 // x̂ [rows, k] of a stored tensor.
 cudaError_t dequantize(const Stored& from, int64_t rows, int64_t k, Dtype dtype, void* out, cudaStream_t stream);

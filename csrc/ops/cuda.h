@@ -65,6 +65,14 @@ inline void check_same_device(const char* name, const Tensor& t, const Tensor& x
                   " must be on the device of the input; it is on ", t.is_cpu() ? "the CPU" : "another one");
 }
 
+// The ends of the rows of experts stay on the device, where nothing raises: what they hold is clamped there.
+inline void check_offsets_on_device(const Tensor& offsets, const Tensor& x) {
+  check_same_device("offsets", offsets, x);
+  check_dtype("offsets", offsets, ScalarType::Int);
+  STD_TORCH_CHECK(offsets.dim() == 1 && offsets.numel() > 0, "offsets has shape ", describe(sizes_of(offsets)),
+                  "; accepted: [E], the ends of the rows of at least 1 expert");
+}
+
 inline kernels::Dtype cuda_dtype(const char* name, const Tensor& t) {
   switch (check_float(name, t)) {
     case cpu::Dtype::bf16: return kernels::Dtype::bf16;

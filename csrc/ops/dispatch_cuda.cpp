@@ -61,20 +61,27 @@ const Native& native_on(int device) {
 
 }  // namespace
 
-Route choose_gemm(const kernels::GemmArgs& args, const std::string& backend, int device) {
-  static constexpr Choice<int> kBackends[] = {{"auto", 0}, {"emulated", 1}, {"native", 2}};
-  const int wanted = choose("backend for CUDA tensors", backend, kBackends);
+Route choose_gemm(const kernels::GemmArgs& args, bool invariant, const std::string& backend, int device) {
+  enum Wanted { any, emulated, fast, native_only };
+  static constexpr Choice<Wanted> kBackends[] = {{"auto", any}, {"emulated", emulated}, {"fast", fast}, {"native", native_only}};
+  const Wanted wanted = choose("backend for CUDA tensors", backend, kBackends);
   const int sm = capability(device);
   STD_TORCH_CHECK(sm >= 80, "this device is sm_", sm, "; accepted: sm_80 and later");
-  if (wanted != 1) {
+  if (wanted == fast) {
+    STD_TORCH_CHECK(!invariant, "backend 'fast' is not row-invariant; accepted with it: accumulate 'fast'");
+    STD_TORCH_CHECK(!args.offsets, "backend 'fast' takes dense products; accepted for experts: auto, emulated, native");
+    return {"fast", nullptr};
+  }
+  if (wanted != emulated) {
     const Native& native = native_on(device);
     const bool takes = kernels::native_takes(args);
     if (native.gemm && takes) return {"native", native.gemm};
-    STD_TORCH_CHECK(wanted == 0 || native.gemm, "backend 'native' is not available: ", native.why_not);
-    STD_TORCH_CHECK(wanted == 0, "backend 'native' takes NVFP4·NVFP4 with K a multiple of 64, or MXFP8·MXFP8 with K a multiple of 128");
+    STD_TORCH_CHECK(wanted == any || native.gemm, "backend 'native' is not available: ", native.why_not);
+    STD_TORCH_CHECK(wanted == any, "backend 'native' takes NVFP4·NVFP4 with K a multiple of 64, or MXFP8·MXFP8 with K a multiple of 128");
   }
   // The same bits either way.
   if (kernels::decode_takes(args)) return {"emulated", kernels::gemm_decode};
+  if (wanted == any && !invariant && !args.offsets) return {"fast", nullptr};
   return {"emulated", kernels::gemm_invariant};
 }
 
@@ -88,6 +95,12 @@ std::string native_status(int device) {
 std::string emulated_status(int device) {
   const int sm = capability(device);
   return sm >= 80 ? "available: bf16 tensor cores of sm_" + std::to_string(sm) + "; row-invariant, K in steps of 16 in an order of its own"
+                  : "built, but this device is sm_" + std::to_string(sm) + ", and it needs sm_80";
+}
+
+std::string fast_status(int device) {
+  const int sm = capability(device);
+  return sm >= 80 ? "available: decoded to bf16 for torch's product, with accumulate='fast'; not row-invariant"
                   : "built, but this device is sm_" + std::to_string(sm) + ", and it needs sm_80";
 }
 

@@ -8,15 +8,17 @@ namespace fp4ext {
 
 struct Route {
   const char* name;
-  kernels::Gemm gemm;
+  kernels::Gemm gemm;  // null: torch's own product (gemm_fast_cuda.h)
 };
 
-// backend: "auto", "emulated" or "native". Raises where it is asked for what this device, or these operands, cannot have.
-Route choose_gemm(const kernels::GemmArgs& args, const std::string& backend, int device);
+// backend: "auto", "emulated", "fast" or "native"; invariant: whether a row may depend on itself and on w alone. Raises where
+// it is asked for what this device, or these operands, cannot have.
+Route choose_gemm(const kernels::GemmArgs& args, bool invariant, const std::string& backend, int device);
 
 // One line for fp4ext.backends(): "available: …" or "built, but …". Tests the native kernels of the device where that has not
 // been done.
 std::string native_status(int device);
 std::string emulated_status(int device);
+std::string fast_status(int device);
 
 }  // namespace fp4ext

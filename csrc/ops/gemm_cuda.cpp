@@ -1,96 +1,132 @@
 #include <torch/csrc/stable/library.h>
 
-#include "cuda.h"
 #include "dispatch_cuda.h"
-#include "operand.h"
+#include "gemm_fast_cuda.h"
 
-// gemm and grouped_gemm on CUDA: check, allocate, dispatch. Offsets of experts stay on the device.
+// gemm, gemm_add and grouped_gemm on CUDA: check, allocate, dispatch. Offsets of experts stay on the device.
 namespace fp4ext {
 namespace {
 
-kernels::Operand for_kernels(const char* side, const Input& in, int64_t experts) {
+using Optional = std::optional<Tensor>;
+
+// An operand of one expert of several. along_k: each has all rows, and its own part of the contraction.
+kernels::Operand for_kernels(const char* side, const Input& in, int64_t experts, bool along_k) {
   const cpu::Operand& o = in.operand;
   STD_TORCH_CHECK(o.elem != cpu::Elem::fp16 && o.elem != cpu::Elem::fp32, side, " is ", o.elem == cpu::Elem::fp16 ? "float16" : "float32",
                   "; accepted on CUDA: quantized, or bfloat16");
   static constexpr kernels::Elem kElems[] = {kernels::Elem::e2m1, kernels::Elem::e4m3, kernels::Elem::e5m2, kernels::Elem::bf16};
-  const int64_t rows = o.rows / experts;
-  return {
-      o.codes, o.scales, o.global,  in.globals == o.rows ? rows : in.globals == experts, o.global_stride, kElems[static_cast<int>(o.elem)],
-      o.block, rows,     o.k_stored};
+  const int64_t rows = along_k ? o.rows : o.rows / experts;
+  const int64_t expert_stride = in.globals == experts * rows ? rows : in.globals == experts;
+  return {o.codes, o.scales, o.global, expert_stride, o.global_stride, kElems[static_cast<int>(o.elem)], o.block, rows, o.k_stored};
 }
 
-// Both operands share what follows: everything lies where x does.
-void check_devices(const Tensor& x, const Tensor& w, const std::optional<Tensor>& x_scales, const std::optional<Tensor>& w_scales,
-                   const std::optional<Tensor>& x_global, const std::optional<Tensor>& w_global) {
-  check_same_device("w_codes", w, x);
-  if (x_scales) check_same_device("x_scales", *x_scales, x);
-  if (w_scales) check_same_device("w_scales", *w_scales, x);
-  if (x_global && x_global->numel()) check_same_device("x_global", *x_global, x);
-  if (w_global && w_global->numel()) check_same_device("w_global", *w_global, x);
-}
+// A product, all but y: its checked operands, and what the kernels are told of them.
+struct Product {
+  Input x, w;
+  Optional bias, offsets;  // fp32; int32
+  kernels::GemmArgs args{};
 
-void run(kernels::GemmArgs& args, const Tensor& x, const std::string& accumulate, const std::string& backend) {
-  static constexpr Choice<bool> kAccumulate[] = {{"invariant", true}, {"fast", true}};  // every kernel here is invariant
-  choose("accumulate", accumulate, kAccumulate);
-  const OnDevice device(x);
-  const Route route = choose_gemm(args, backend, OnDevice::index(x));
-  check_launch(route.name, route.gemm(args, device.stream()));
-}
-
-Tensor gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, Text x_format, const Tensor& w_codes,
-            std::optional<Tensor> w_scales, std::optional<Tensor> w_global, Text w_format, std::optional<Tensor> bias, Text out_dtype,
-            Text accumulate, Text backend) {
-  check_devices(x_codes, w_codes, x_scales, w_scales, x_global, w_global);
-  const Input x = check_operand("x", x_codes, x_scales, x_global, x_format, 0, "[.., K]");
-  const Input w = check_operand("w", w_codes, w_scales, w_global, w_format, 2, "[N, K]");
-  contraction(x.operand, w.operand);
-  const int64_t n = w.operand.rows;
-  std::optional<Tensor> bias_fp32;
-  if (bias.has_value()) {
-    check_float("bias", *bias);
-    check_sizes("bias", *bias, {n});
-    check_same_device("bias", *bias, x_codes);
-    bias_fp32 = torch::stable::contiguous(torch::stable::to(*bias, ScalarType::Float));
+  Product(const Tensor& x_codes, const Optional& x_scales, const Optional& x_global, const std::string& x_format, const Tensor& w_codes,
+          const Optional& w_scales, const Optional& w_global, const std::string& w_format, const Optional& ends) {
+    check_devices(x_codes, w_codes, x_scales, w_scales, x_global, w_global);
+    const bool by_rows = ends.has_value() && w_codes.dim() == 3, by_tokens = ends.has_value() && !by_rows;
+    if (ends.has_value()) {
+      check_offsets_on_device(*ends, x_codes);
+      STD_TORCH_CHECK(by_rows || w_codes.dim() == 2, "w_codes has shape ", describe(sizes_of(w_codes)),
+                      "; accepted: [E, N, K], or [N, tokens] to contract over tokens");
+      STD_TORCH_CHECK(!by_rows || w_codes.size(0) == ends->numel(), "w_codes has shape ", describe(sizes_of(w_codes)), "; accepted for ",
+                      ends->numel(), " offsets: [", ends->numel(), ", N, K]");
+      offsets = torch::stable::contiguous(*ends);
+    }
+    const int64_t experts = offsets ? offsets->numel() : 1;
+    x = check_operand("x", x_codes, x_scales, x_global, x_format, offsets ? 2 : 0,
+                      by_tokens ? "[M, tokens]"
+                      : by_rows ? "[T, K]"
+                                : "[.., K]",
+                      by_tokens ? experts : 1, by_tokens);
+    w = check_operand("w", w_codes, w_scales, w_global, w_format, by_rows ? 3 : 2,
+                      by_tokens ? "[N, tokens]"
+                      : by_rows ? "[E, N, K]"
+                                : "[N, K]",
+                      experts, by_tokens);
+    if (!by_tokens) contraction(x.operand, w.operand);
+    args.x = for_kernels("x", x, by_tokens ? experts : 1, by_tokens);
+    args.w = for_kernels("w", w, experts, by_tokens);
+    args.offsets = offsets ? static_cast<const int32_t*>(offsets->data_ptr()) : nullptr;
+    args.experts = static_cast<int>(experts);
+    args.over_tokens = by_tokens;
   }
-  Sizes sizes = sizes_of(x_codes);
-  sizes.back() = n;
-  const bool y_bf16 = is_bf16(out_dtype);
-  Tensor y = torch::stable::new_empty(x_codes, sizes, y_bf16 ? ScalarType::BFloat16 : ScalarType::Float);
-  kernels::GemmArgs args{for_kernels("x", x, 1),
-                         for_kernels("w", w, 1),
-                         bias_fp32 ? static_cast<const float*>(bias_fp32->data_ptr()) : nullptr,
-                         y.data_ptr(),
-                         y_bf16,
-                         nullptr,
-                         1};
-  run(args, x_codes, accumulate, backend);
+
+  void set_bias(const Optional& plain) {
+    if (!plain.has_value()) return;
+    check_float("bias", *plain);
+    check_sizes("bias", *plain, {args.w.rows});
+    check_same_device("bias", *plain, x.codes);
+    bias = torch::stable::contiguous(torch::stable::to(*plain, ScalarType::Float));
+    args.bias = static_cast<const float*>(bias->data_ptr());
+  }
+
+  Sizes sizes(const Tensor& x_codes) const {
+    if (args.over_tokens) return {args.experts, args.x.rows, args.w.rows};
+    Sizes s = sizes_of(x_codes);
+    s.back() = args.w.rows;
+    return s;
+  }
+
+  // Into y, fp32 or bf16.
+  void run(const Tensor& y, const std::string& accumulate, const std::string& backend) {
+    static constexpr Choice<bool> kAccumulate[] = {{"invariant", true}, {"fast", false}};
+    const bool invariant = choose("accumulate", accumulate, kAccumulate);
+    args.y = y.data_ptr();
+    args.y_bf16 = y.scalar_type() == ScalarType::BFloat16;
+    const OnDevice device(y);
+    const Route route = choose_gemm(args, invariant, backend, OnDevice::index(y));
+    if (route.gemm)
+      check_launch(route.name, route.gemm(args, device.stream()));
+    else
+      gemm_fast(x, w, args, device);
+  }
+
+ private:
+  // Everything lies where x does.
+  static void check_devices(const Tensor& x, const Tensor& w, const Optional& x_scales, const Optional& w_scales, const Optional& x_global,
+                            const Optional& w_global) {
+    check_same_device("w_codes", w, x);
+    if (x_scales) check_same_device("x_scales", *x_scales, x);
+    if (w_scales) check_same_device("w_scales", *w_scales, x);
+    if (x_global && x_global->numel()) check_same_device("x_global", *x_global, x);
+    if (w_global && w_global->numel()) check_same_device("w_global", *w_global, x);
+  }
+};
+
+ScalarType y_dtype(const std::string& out_dtype) { return is_bf16(out_dtype) ? ScalarType::BFloat16 : ScalarType::Float; }
+
+Tensor gemm(const Tensor& x_codes, Optional x_scales, Optional x_global, Text x_format, const Tensor& w_codes, Optional w_scales,
+            Optional w_global, Text w_format, Optional bias, Text out_dtype, Text accumulate, Text backend) {
+  Product product(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, {});
+  product.set_bias(bias);
+  Tensor y = torch::stable::new_empty(x_codes, product.sizes(x_codes), y_dtype(out_dtype));
+  product.run(y, accumulate, backend);
   return y;
 }
 
-Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, Text x_format,
-                    const Tensor& w_codes, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, Text w_format,
-                    const Tensor& offsets, Text out_dtype, Text accumulate, Text backend) {
-  check_devices(x_codes, w_codes, x_scales, w_scales, x_global, w_global);
-  check_same_device("offsets", offsets, x_codes);
-  check_dtype("offsets", offsets, ScalarType::Int);
-  STD_TORCH_CHECK(offsets.dim() == 1 && offsets.numel() > 0, "offsets has shape ", describe(sizes_of(offsets)),
-                  "; accepted: [E], the ends of the rows of at least 1 expert");
-  const int64_t experts = offsets.numel();
-  STD_TORCH_CHECK(w_codes.dim() == 3 && w_codes.size(0) == experts, "w_codes has shape ", describe(sizes_of(w_codes)),
-                  "; accepted on CUDA for ", experts, " offsets: [", experts, ", N, K]");
-  const Input x = check_operand("x", x_codes, x_scales, x_global, x_format, 2, "[T, K]");
-  const Input w = check_operand("w", w_codes, w_scales, w_global, w_format, 3, "[E, N, K]", experts);
-  contraction(x.operand, w.operand);
-  // A global scale for each expert is w's; x's rows of an expert have it too where x was quantized expert by expert.
-  STD_TORCH_CHECK(x.globals <= 1 || x.globals == x.operand.rows, "x_global has ", x.globals,
-                  " values; accepted on CUDA: one, or one a row");
-  const bool y_bf16 = is_bf16(out_dtype);
-  const Tensor ends = torch::stable::contiguous(offsets);
-  Tensor y = torch::stable::new_empty(x_codes, {x.operand.rows, w_codes.size(1)}, y_bf16 ? ScalarType::BFloat16 : ScalarType::Float);
-  kernels::GemmArgs args{
-      for_kernels("x", x, 1),   for_kernels("w", w, experts), nullptr, y.data_ptr(), y_bf16, static_cast<const int32_t*>(ends.data_ptr()),
-      static_cast<int>(experts)};
-  run(args, x_codes, accumulate, backend);
+void gemm_add(const Tensor& x_codes, Optional x_scales, Optional x_global, Text x_format, const Tensor& w_codes, Optional w_scales,
+              Optional w_global, Text w_format, Optional bias, Tensor out, Text accumulate, Text backend) {
+  Product product(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, {});
+  product.set_bias(bias);
+  check_dtype("out", out, ScalarType::Float);
+  check_same_device("out", out, x_codes);
+  check_sizes("out", out, product.sizes(x_codes));
+  STD_TORCH_CHECK(out.is_contiguous(), "out has gaps between its elements; accepted: a contiguous tensor");
+  product.args.add = true;
+  product.run(out, accumulate, backend);
+}
+
+Tensor grouped_gemm(const Tensor& x_codes, Optional x_scales, Optional x_global, Text x_format, const Tensor& w_codes, Optional w_scales,
+                    Optional w_global, Text w_format, const Tensor& offsets, Text out_dtype, Text accumulate, Text backend) {
+  Product product(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, offsets);
+  Tensor y = torch::stable::new_empty(x_codes, product.sizes(x_codes), y_dtype(out_dtype));
+  product.run(y, accumulate, backend);
   return y;
 }
 
@@ -99,5 +135,6 @@ Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::
 
 STABLE_TORCH_LIBRARY_IMPL(FP4EXT_CUDA_LIBRARY, FP4EXT_CUDA_KEY, m) {
   m.impl("gemm", TORCH_BOX(&fp4ext::gemm));
+  m.impl("gemm_add", TORCH_BOX(&fp4ext::gemm_add));
   m.impl("grouped_gemm", TORCH_BOX(&fp4ext::grouped_gemm));
 }

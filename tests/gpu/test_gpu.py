@@ -11,6 +11,7 @@ from fp4ext.testing import KINDS, assert_bytes_equal, assert_same_quantized, gen
 
 from ..simt.operands import operand
 from ..simt.test_gemm import DECODED_PAIRS, PAIRS, check_bound
+from ..simt.test_ops import qkv
 from ..simt.test_quantize import ALL, KEYS, RNG, SHARD
 
 pytestmark = pytest.mark.skipif(
@@ -28,8 +29,8 @@ def to_cpu(tensors):
     return [t.cpu() for t in tensors]
 
 
-def gemm(x, w, bias=None, out_dtype="float32", backend="auto"):
-    return torch.ops.fp4ext.gemm(*x.parts, *w.parts, bias, out_dtype, "invariant", backend)
+def gemm(x, w, bias=None, out_dtype="float32", backend="auto", accumulate="invariant"):
+    return torch.ops.fp4ext.gemm(*x.parts, *w.parts, bias, out_dtype, accumulate, backend)
 
 
 def backends():
@@ -126,6 +127,52 @@ def test_gemm(x_format, w_format):
             assert_bytes_equal(y.cpu(), wanted, f"{backend} {x_format} {w_format} {m} {n} {k}")
 
 
+@pytest.mark.parametrize("x_format, w_format", PAIRS)
+def test_fast(x_format, w_format):
+    """torch's product of what was decoded: within the bound, and exact on integers."""
+    for m, n, k in ((17, 16, 128), (130, 200, 1088), (257, 129, 80)):
+        x, w = operand(x_format, m, k, seed=1, outer="row"), operand(w_format, n, k, seed=2)
+        y = gemm(to_gpu(x), to_gpu(w), backend="fast", accumulate="fast")
+        check_bound(y.cpu(), x, w, truncate=True)
+        x, w = operand(x_format, m, k, seed=1, integers=True), operand(w_format, n, k, seed=2, integers=True)
+        wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, None, "bfloat16", "invariant", "cpu")
+        y = gemm(to_gpu(x), to_gpu(w), out_dtype="bfloat16", backend="fast", accumulate="fast")
+        assert_bytes_equal(y.cpu(), wanted, f"{x_format} {w_format} {m} {n} {k}")
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_cublas(format):
+    if not fp4ext.backends()["cublas"].startswith("available"):
+        pytest.skip(fp4ext.backends()["cublas"])
+    for m, n, k in ((1, 16, 128), (130, 208, 1088), (16, 640, 4224)):
+        x, w = (fp4ext.quantize(torch.randn(rows, k, device=GPU), format) for rows in (m, n))
+        bias, out = torch.randn(n, device=GPU), torch.randn(m, n, device=GPU)
+        wanted = x.dequantize(torch.float32).double() @ w.dequantize(torch.float32).double().mT
+        size = x.dequantize(torch.float32).double().abs() @ w.dequantize(torch.float32).double().abs().mT
+        how = {"accumulate": "fast", "backend": "cublas", "out_dtype": torch.float32}
+        for y, more in (
+            (fp4ext.gemm(x, w, **how), 0),
+            (fp4ext.gemm(x, w, bias, **how), bias),
+            (fp4ext.gemm(x, w, bias, **how, out=out.clone()), bias + out),
+        ):
+            assert ((y - (wanted + more)).abs() <= 2.0**-14 * size + 2.0**-20).all(), (m, n, k)
+
+
+def test_gemm_adds():
+    """Weight gradients gather over micro-batches: y_old + y in fp32, by every backend."""
+    for m in (5, 130):
+        x, w, bias = (
+            to_gpu(operand("nvfp4", m, 128, seed=1)),
+            to_gpu(operand("nvfp4", 24, 128, seed=2)),
+            torch.randn(24),
+        )
+        for backend, accumulate in (*((b, "invariant") for b in backends()), ("fast", "fast")):
+            out = torch.randn(m, 24, device=GPU)
+            wanted = out + gemm(x, w, bias, "float32", backend, accumulate)
+            torch.ops.fp4ext.gemm_add(*x.parts, *w.parts, bias, out, accumulate, backend)
+            assert torch.equal(out, wanted), (m, backend)
+
+
 @pytest.mark.parametrize("x_format, w_format", DECODED_PAIRS)
 def test_rows_are_invariant(x_format, w_format):
     """Decode = prefill, and every cut of a batch gives the same bits."""
@@ -152,13 +199,148 @@ def test_grouped(offsets):
         assert not y[start:].any()
 
 
+def experts_data():
+    ends = [0, 5, 5, 128, 300]
+    return torch.randn(310, 144, dtype=torch.bfloat16), torch.tensor(ends, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("spec", [s for s in ALL if s.outer != "expert"], ids=lambda s: s.key)
+def test_grouped_quantize(spec, axis):
+    """Experts of a matrix, and of a stack: the CPU's bytes."""
+    x, offsets = experts_data()
+    args = spec.key, axis, SHARD, 2
+    on_gpu = spec.key, axis, SHARD.to(GPU), 2
+    wanted = torch.ops.fp4ext.grouped_quantize(x, offsets, *args)
+    got = torch.ops.fp4ext.grouped_quantize(x.to(GPU), offsets.to(GPU), *on_gpu)
+    assert_same_quantized(to_cpu(got), wanted, f"{spec} axis={axis} rows")
+    stack = x[:300].view(3, 100, 144)
+    wanted = torch.ops.fp4ext.grouped_quantize(stack, None, *args)
+    assert_same_quantized(
+        to_cpu(torch.ops.fp4ext.grouped_quantize(stack.to(GPU), None, *on_gpu)), wanted, f"{spec} stack"
+    )
+
+
+def test_experts_train():
+    """The three products of a layer of experts: over rows, and over tokens, as on the CPU but for the order of sums."""
+    torch.manual_seed(1)
+    layer = fp4ext.Experts(5, 144, 32, policy="mxfp8")
+    x, offsets = experts_data()
+    results = []
+    for device in ("cpu", GPU):
+        layer = layer.to(device)
+        inputs = x.to(device).float().requires_grad_()
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            y = layer(inputs, offsets.to(device))
+        grads = torch.autograd.grad(y.float().square().sum(), [inputs, *layer.parameters()])
+        results.append([t.detach().float().cpu() for t in (y, *grads)])
+    for ours, cpu in zip(results[1], results[0], strict=True):
+        assert (ours - cpu).abs().max() <= 0.02 * cpu.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention(dtype):
+    """The CPU's bytes; a decode through a cache gives the rows of a prefill."""
+    q, k, v = qkv(70, 300, dtype)
+    start = torch.tensor([0, 230])
+    for first in (None, start):
+        on_gpu = [t.to(GPU) for t in (q, k, v)] + [None if first is None else first.to(GPU)]
+        y = torch.ops.fp4ext.attention(*on_gpu, 0.5)
+        assert_bytes_equal(y.cpu(), torch.ops.fp4ext.attention(q, k, v, first, 0.5), f"{dtype} {first}")
+    token = torch.ops.fp4ext.attention(on_gpu[0][:, :, 9:10], *on_gpu[1:3], on_gpu[3] + 9, 0.5)
+    assert torch.equal(token, y[:, :, 9:10])
+
+
+def test_a_graph_of_experts_and_attention_replays():
+    """Offsets, starts and RNG states are tensors: new ones, written between replays, give what eager code gives."""
+    x, offsets = (t.to(GPU) for t in experts_data())
+    rng, w = RNG.to(GPU), to_gpu(operand("nvfp4", 5, 32, 144, seed=8))
+    q, k, v = (t.to(GPU) for t in qkv(1, 300))
+    start = torch.zeros(2, dtype=torch.int64, device=GPU)
+    key = "nvfp4/amax/stochastic/1x16/tensor/none"
+
+    def step():
+        rows = torch.ops.fp4ext.grouped_quantize(x, offsets, key, -1, rng, 0)
+        cols = torch.ops.fp4ext.grouped_quantize(x, offsets, key, -2, rng, 0)
+        y = torch.ops.fp4ext.grouped_gemm(*rows, "nvfp4", *w.parts, offsets, "float32", "invariant", "auto")
+        dw = torch.ops.fp4ext.grouped_gemm(*cols, "nvfp4", *cols, "nvfp4", offsets, "float32", "invariant", "auto")
+        return y, dw, torch.ops.fp4ext.attention(q, k, v, start, 0.5)
+
+    step()  # the first product on a device tests its kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for i, ends in enumerate(([0, 5, 5, 128, 300], [310] * 5, [0, 0, 0, 0, 7])):
+        offsets.copy_(torch.tensor(ends, dtype=torch.int32))
+        start.fill_(100 * i)
+        rng[1] = i
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, step(), strict=True)), ends
+
+
+def test_nothing_waits_for_the_device():
+    """No op reads anything back: torch would raise."""
+    x, offsets = (t.to(GPU) for t in experts_data())
+    q, w = fp4ext.quantize(x, "nvfp4"), fp4ext.quantize(x[:48], "nvfp4")
+    key = KEYS[0]
+    fp4ext.gemm(q, w)
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fp4ext.quantize(x, "nvfp4", rounding="stochastic")
+        fp4ext.gemm(q, w)
+        fp4ext.gemm(q, w, accumulate="fast", backend="fast")
+        for axis in (-1, -2):
+            fp4ext.grouped_quantize(x, key, offsets, axis=axis, rng=RNG.to(GPU, non_blocking=True))
+        q.dequantize()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def test_other_streams_and_devices():
-    """Work goes to the current stream of the tensor's device."""
+    """Work goes to the current stream of the tensor's device, and the current device stays what it was."""
     x = torch.randn(512, 512, dtype=torch.bfloat16)
     wanted = torch.ops.fp4ext.quantize(x, KEYS[0], -1, None, 0, None)
+    a, b = operand("nvfp4", 20, 128, seed=1, integers=True), operand("nvfp4", 24, 128, seed=2, integers=True)
+    product = torch.ops.fp4ext.gemm(*a.parts, *b.parts, None, "float32", "invariant", "cpu")
+    current = torch.cuda.current_device()
     for i in range(torch.cuda.device_count()):
         stream = torch.cuda.Stream(i)
+        on_device = [type(o)(o.format, *(t.to(f"cuda:{i}") for t in (o.codes, o.scales, o.outer))) for o in (a, b)]
+        torch.cuda.synchronize(i)
+        y = gemm(*on_device)  # on a device that need not be the current one
         with torch.cuda.stream(stream):
             got = torch.ops.fp4ext.quantize(x.to(f"cuda:{i}", non_blocking=True), KEYS[0], -1, None, 0, None)
         stream.synchronize()
         assert_same_quantized(to_cpu(got), wanted, f"cuda:{i}")
+        assert_bytes_equal(y.cpu(), product, f"cuda:{i}")
+        assert torch.cuda.current_device() == current
+    if torch.cuda.device_count() > 1:
+        with pytest.raises(RuntimeError, match="must be on the device of the input; it is on another one"):
+            torch.ops.fp4ext.gemm(*to_gpu(a).parts, *on_device[1].parts, None, "float32", "invariant", "auto")
+
+
+def test_sanitized_ops():
+    """Each kernel once, ragged and unaligned: what `make test-gpu` runs under compute-sanitizer."""
+    x, offsets = (t.to(GPU) for t in experts_data())
+    narrow = x[:, :135].contiguous()
+    for key in KEYS:
+        for axis in (-1, -2):
+            torch.ops.fp4ext.quantize(narrow, key, axis, RNG.to(GPU), 0, None)
+            torch.ops.fp4ext.grouped_quantize(narrow, offsets, key, axis, RNG.to(GPU), 0)
+        q = torch.ops.fp4ext.quantize_rowcol(x, key, key, RNG.to(GPU), SHARD.to(GPU), 1)
+        torch.ops.fp4ext.requantize(*q[:3], key.split("/")[0], 144, KEYS[0], -2, None, 1)
+    torch.ops.fp4ext.unswizzle(torch.ops.fp4ext.swizzle(q[1]), *q[1].shape)
+    for x_format, w_format in PAIRS:
+        for m, n, k in ((3, 17, 128), (130, 129, 80)):
+            a, b = to_gpu(operand(x_format, m, k, seed=1)), to_gpu(operand(w_format, n, k, seed=2))
+            gemm(a, b)
+            gemm(a, b, backend="fast", accumulate="fast")
+    a, b = to_gpu(operand("nvfp4", 310, 144, seed=1)), to_gpu(operand("nvfp4", 5, 17, 144, seed=2))
+    torch.ops.fp4ext.grouped_gemm(*a.parts, *b.parts, offsets, "float32", "invariant", "auto")
+    a = torch.ops.fp4ext.grouped_quantize(x, offsets, KEYS[0], -2, None, 0)
+    torch.ops.fp4ext.grouped_gemm(*a, "nvfp4", *a, "nvfp4", offsets, "float32", "invariant", "auto")
+    torch.ops.fp4ext.attention(*(t.to(GPU) for t in qkv(70, 300)), None, 0.5)
+    torch.cuda.synchronize()

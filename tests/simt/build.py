@@ -38,7 +38,8 @@ def sources() -> list[Path]:
 def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, sanitize: bool = False) -> Path:
     """The path of the built library.
 
-    edits: texts that stand in for those of source files, in what is compiled from `only` (None: everything).
+    edits: texts that stand in for those of source files, in what is compiled from `only` (None: everything). Those
+    objects come first: of an inline function that several have, the linker takes the first.
     sanitize: with AddressSanitizer and UBSan.
     """
     edits = {path.resolve(): text for path, text in (edits or {}).items()}
@@ -50,7 +51,7 @@ def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, 
         return _object(path, tree if reached else ROOT, edits if reached else {}, flags)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, sources()))
+        objects = list(pool.map(compiled, sorted(sources(), key=lambda path: path not in (only or []))))
     library = OUT / f"{_hash(*map(str, objects), *flags)}.so"
     if not library.exists():
         libdir = Path(torch.__file__).parent / "lib"

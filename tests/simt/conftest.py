@@ -1,5 +1,6 @@
 """The library fp4ext_simt, built once a session."""
 
+import itertools
 import os
 import shutil
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from .build import build
+
+DEVICE = itertools.count()  # what is known of a device is kept
 
 
 class Machine:
@@ -34,3 +37,15 @@ def _machine():
 def simt(_machine):
     _machine.configure()
     return _machine
+
+
+@pytest.fixture
+def device(simt):
+    """Makes an sm_<sm> of a device that nobody has used, and all tensors lie on it."""
+
+    def of(sm):
+        i = next(DEVICE)
+        simt.ops.set_device(i, sm)
+        return i
+
+    return of

@@ -1,8 +1,10 @@
 #include <torch/csrc/stable/library.h>
 
+#include "../../csrc/kernels/attention.h"
 #include "../../csrc/kernels/gemm.h"
 #include "../../csrc/ops/cuda.h"
 #include "../../csrc/ops/dispatch_cuda.h"
+#include "../../csrc/ops/stored_cuda.h"
 
 // The library fp4ext_simt: the CUDA ops of csrc/ops, whose kernels run on the SIMT machine, on CPU tensors; the knobs of
 // the machine; and kernels that no op offers yet.
@@ -57,8 +59,70 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_swizzled(const Tensor& x, st
   return {out[0], out[1], out[2], out[3]};
 }
 
+// quantize of experts, as an op would do it: codes and scales zeroed, amax and outer scales of each expert's own. `in`: all but the
+// experts is set; k: elements a row of x.
+std::tuple<Tensor, Tensor, Tensor> of_experts(const Tensor& on, kernels::Input in, const Tensor& offsets, const std::string& key,
+                                              int64_t axis, const Tensor& rng, int64_t role) {
+  const QuantizeSpec spec = parse_spec(key);
+  in.offsets = static_cast<const int32_t*>(offsets.data_ptr()), in.experts = static_cast<int>(offsets.numel());
+  const bool colwise = axis == -2, by_row = spec.outer == OuterKind::row;
+  const int64_t experts = in.experts, block = spec.block();
+  const int64_t rows = colwise ? in.cols : in.rows;
+  const int64_t k = colwise ? (in.rows + experts * (block - 1)) / block * block : (in.cols + block - 1) / block * block;
+  const auto zeros = [&](Sizes sizes, ScalarType type) {
+    Tensor t = torch::stable::new_empty(on, sizes, type);
+    if (t.numel()) std::memset(t.data_ptr(), 0, t.numel() * (type == ScalarType::Byte ? 1 : 4));
+    return t;
+  };
+  Tensor codes = zeros({rows, k / (spec.packed() ? 2 : 1)}, ScalarType::Byte), scales = zeros({rows, k / block}, ScalarType::Byte);
+  const int64_t groups = by_row ? (colwise ? experts * in.cols : in.rows) : experts;
+  Tensor amax = zeros({groups}, ScalarType::Float), enc = zeros({groups}, ScalarType::Float), dec = zeros({groups}, ScalarType::Float),
+         global = zeros({groups}, ScalarType::Float);
+  const auto floats = [](Tensor& t) { return static_cast<float*>(t.data_ptr()); };
+  kernels::Copy copy{colwise,
+                     spec.outer,
+                     kernels::rht_n(spec, colwise ? 0 : in.cols),
+                     spec.rht_stages,
+                     static_cast<const int64_t*>(rng.data_ptr()),
+                     rng.numel() == 4,
+                     false,
+                     floats(enc),
+                     floats(dec),
+                     static_cast<uint8_t*>(codes.data_ptr()),
+                     static_cast<uint8_t*>(scales.data_ptr()),
+                     colwise ? k : 0};
+  if (spec.outer != OuterKind::none) {
+    check_launch("amax", kernels::amax(in, copy, floats(amax), groups, nullptr));
+    const kernels::OuterArgs outer{floats(amax), groups,      spec.scale,    spec.rounding == Rounding::eden, spec.outer == OuterKind::pow2,
+                                   floats(enc),  floats(dec), floats(global)};
+    check_launch("outer_scales", kernels::outer_scales(outer, nullptr));
+    if (!colwise) {
+      Tensor spread = zeros({in.rows, 1}, ScalarType::Float);
+      check_launch("global_of_rows",
+                   kernels::global_of_rows(floats(global), by_row, in.offsets, in.experts, in.rows, floats(spread), nullptr));
+      global = spread;
+    }
+  } else {
+    global = zeros({0}, ScalarType::Float);
+  }
+  kernels::QuantizeArgs args{in, spec, static_cast<uint32_t>(role), {}};
+  args.copies[colwise] = copy;
+  check_launch("quantize", kernels::quantize(args, nullptr));
+  return {codes, scales, global};
+}
+std::tuple<Tensor, Tensor, Tensor> quantize_experts(const Tensor& x, const Tensor& offsets, std::string key, int64_t axis,
+                                                    const Tensor& rng, int64_t role) {
+  return of_experts(x, {x.data_ptr(), cuda_dtype("x", x), 1, x.size(0), x.size(1), {}}, offsets, key, axis, rng, role);
+}
+std::tuple<Tensor, Tensor, Tensor> requantize_experts(const Tensor& codes, const Tensor& scales, const Tensor& global, std::string format,
+                                                      int64_t k, const Tensor& offsets, std::string key, int64_t axis, const Tensor& rng,
+                                                      int64_t role) {
+  const Stored from(codes, scales, global, format, k);
+  return of_experts(codes, {nullptr, kernels::Dtype::stored, 1, codes.size(0), k, stored_for_kernels(from)}, offsets, key, axis, rng, role);
+}
+
 kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& global,
-                         const std::string& format, int64_t experts) {
+                         const std::string& format, int64_t experts, int64_t token_experts = 0) {
   using enum kernels::Elem;
   static constexpr Choice<kernels::Elem> kElems[] = {
       {"nvfp4", e2m1}, {"mxfp4", e2m1}, {"mxfp8", e4m3}, {"mxfp8_e5m2", e5m2}, {"bf16", bf16}};
@@ -67,8 +131,10 @@ kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scale
   return {codes.data_ptr(),
           scales ? static_cast<const uint8_t*>(scales->data_ptr()) : nullptr,
           globals ? static_cast<const float*>(global->data_ptr()) : nullptr,
-          globals == rows ? rows / experts : globals == experts,
-          globals == rows && globals > 1,
+          token_experts     ? (globals > 1 ? globals / token_experts : 0)
+          : globals == rows ? rows / experts
+                            : globals == experts,
+          token_experts ? globals == token_experts * rows && rows > 1 : globals == rows && globals > 1,
           elem,
           format == "nvfp4"  ? 16
           : format == "bf16" ? 0
@@ -77,14 +143,19 @@ kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scale
           codes.size(codes.dim() - 1) * (elem == e2m1 ? 2 : 1)};
 }
 
-// A GEMM by the kernel of that name. offsets: grouped.
+// A GEMM by the kernel of that name. offsets: grouped; over_tokens: contracted over them. onto: what the product is added to.
 Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_scales, std::optional<Tensor> x_global, std::string x_format,
                 const Tensor& w, std::optional<Tensor> w_scales, std::optional<Tensor> w_global, std::string w_format,
-                std::optional<Tensor> bias, std::optional<Tensor> offsets, std::string out_dtype) {
+                std::optional<Tensor> bias, std::optional<Tensor> offsets, std::string out_dtype, bool over_tokens,
+                std::optional<Tensor> onto) {
   const int64_t experts = offsets ? offsets->numel() : 1;
-  kernels::GemmArgs args{operand(x, x_scales, x_global, x_format, 1), operand(w, w_scales, w_global, w_format, experts)};
+  kernels::GemmArgs args{operand(x, x_scales, x_global, x_format, 1, over_tokens ? experts : 0),
+                         operand(w, w_scales, w_global, w_format, over_tokens ? 1 : experts, over_tokens ? experts : 0)};
   const ScalarType dtype = parse_dtype("out_dtype", out_dtype);
-  Tensor y = torch::stable::new_empty(x, {args.x.rows, args.w.rows}, dtype);
+  Tensor y = onto          ? torch::stable::clone(*onto)
+             : over_tokens ? torch::stable::new_empty(x, {experts, args.x.rows, args.w.rows}, dtype)
+                           : torch::stable::new_empty(x, {args.x.rows, args.w.rows}, dtype);
+  args.over_tokens = over_tokens, args.add = onto.has_value();
   args.bias = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
   args.y = y.data_ptr();
   args.y_bf16 = dtype == ScalarType::BFloat16;
@@ -102,6 +173,22 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
   return y;
 }
 
+// scale: of the products, as the op has it. start: int64 [batch], or none. budget: bytes of workspace, 0 for the usual ones.
+Tensor run_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> start, double scale, int64_t budget) {
+  kernels::AttentionArgs a{q.data_ptr(), k.data_ptr(), v.data_ptr()};
+  Tensor y = torch::stable::new_empty(q, sizes_of(q));
+  a.y = y.data_ptr();
+  a.q_dtype = cuda_dtype("q", q), a.kv_dtype = cuda_dtype("k", k);
+  a.batch = q.size(0), a.heads = q.size(1), a.kv_heads = k.size(1), a.m = q.size(2), a.t = k.size(2), a.d = q.size(3);
+  for (int i = 0; i < 3; ++i) a.q_strides[i] = q.stride(i), a.k_strides[i] = k.stride(i), a.v_strides[i] = v.stride(i);
+  a.start = start ? static_cast<const int64_t*>(start->data_ptr()) : nullptr;
+  a.scale = static_cast<float>(scale * 1.4426950408889634);
+  if (budget) a.budget = budget;
+  Tensor workspace = torch::stable::new_empty(q, {kernels::attention_workspace(a)}, ScalarType::Byte);
+  check_launch("attention", kernels::attention(a, workspace.data_ptr(), nullptr));
+  return y;
+}
+
 }  // namespace
 }  // namespace fp4ext
 
@@ -113,7 +200,12 @@ STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
   m.def("status(int device) -> str");
   m.def(
       "run_gemm(str kernel, Tensor x, Tensor? x_scales, Tensor? x_global, str x_format, Tensor w, Tensor? w_scales, Tensor? w_global,"
-      " str w_format, Tensor? bias, Tensor? offsets, str out_dtype) -> Tensor");
+      " str w_format, Tensor? bias, Tensor? offsets, str out_dtype, bool over_tokens=False, Tensor? onto=None) -> Tensor");
+  m.def("run_attention(Tensor q, Tensor k, Tensor v, Tensor? start, float scale, int budget=0) -> Tensor");
+  m.def("quantize_experts(Tensor x, Tensor offsets, str spec, int axis, Tensor rng, int role) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "requantize_experts(Tensor codes, Tensor scales, Tensor global_scale, str format, int k, Tensor offsets, str spec, int axis,"
+      " Tensor rng, int role) -> (Tensor, Tensor, Tensor)");
   m.def("quantize_swizzled(Tensor x, str spec, Tensor rng, Tensor enc, Tensor dec) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
@@ -124,5 +216,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CPU, m) {
   m.impl("run_gemm", TORCH_BOX(&fp4ext::run_gemm));
+  m.impl("run_attention", TORCH_BOX(&fp4ext::run_attention));
+  m.impl("quantize_experts", TORCH_BOX(&fp4ext::quantize_experts));
+  m.impl("requantize_experts", TORCH_BOX(&fp4ext::requantize_experts));
   m.impl("quantize_swizzled", TORCH_BOX(&fp4ext::quantize_swizzled));
 }

@@ -25,7 +25,11 @@ from fp4ext.testing import assert_bytes_equal, assert_same_quantized, generate
 from .build import CSRC, build
 from .conftest import Machine
 from .operands import operand
-from .test_gemm import check_bound, gemm
+from .test_attention import check as check_attention
+from .test_attention import qkv, test_in_turns, test_underflow_keeps_the_sign_of_what_is_read_alone
+from .test_experts import KEYS as EXPERTS
+from .test_experts import test_equal_the_cpu, test_the_rotation_of_each_expert_has_its_own_length
+from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
 
 KERNELS = CSRC / "kernels"
 PATIENCE = 300  # seconds for the checks of one mutant; they take a few
@@ -81,6 +85,11 @@ def blocks(machine):
     quantize(machine, "nvfp4/amax/stochastic", "nvfp4/sweep/eden/1x16/row/128x2")
 
 
+def experts(machine):
+    test_equal_the_cpu(machine, EXPERTS[3], [130, 130, 161, 161, 240])
+    test_the_rotation_of_each_expert_has_its_own_length(machine, EXPERTS[3])
+
+
 def tiles(machine):
     quantize(machine, "nvfp4/four_over_six/nearest/16x16", "nvfp4/amax/stochastic/16x16")
 
@@ -88,6 +97,12 @@ def tiles(machine):
 def invariant(machine):
     multiply(machine, "invariant", "nvfp4", "mxfp8")
     grouped(machine, "invariant")
+
+
+def over_tokens(machine):
+    for formats in (("mxfp8_e5m2", "nvfp4"), ("nvfp4", "nvfp4")):
+        test_over_tokens(machine, *formats, [0, 16, 17])
+    test_added_to_y(machine, "invariant", ("mxfp8", "nvfp4"))
 
 
 def decode(machine):
@@ -101,6 +116,15 @@ def sm120(machine):
 
 def sm100(machine):
     multiply(machine, "sm100", "nvfp4", "mxfp8")
+    grouped(machine, "sm100")
+
+
+def attention(machine):
+    for seed, (m, t, d) in enumerate(((1, 300, 20), (40, 290, 70), (6, 70, 33))):
+        machine.configure(seed, machine.MODES[seed])
+        check_attention(machine, *qkv(1, 4, 2, m, t, d, seed=seed))
+    test_underflow_keeps_the_sign_of_what_is_read_alone(machine)
+    test_in_turns(machine, 50, 1)
 
 
 def self_test(machine, kernel, sm):
@@ -128,13 +152,25 @@ def self_test_sm100(machine):
 RUNS = {
     blocks: "any/quantize_nvfp4_random.cu",
     tiles: "any/quantize_16x16.cu",
+    experts: "any/quantize_nvfp4_random.cu",
     invariant: "sm80/gemm_invariant.cu",
+    over_tokens: "sm80/gemm_invariant.cu",
     decode: "sm80/gemm_decode.cu",
+    attention: "any/attention.cu",
     sm120: "sm120/gemm_native.cu",
     sm100: "sm100/gemm_native.cu",
     self_test_sm120: "sm120/gemm_native.cu",
     self_test_sm100: "sm100/gemm_native.cu",
 }
+
+# The decode's ring, which a mutant fills by one stage too many.
+FILL = """  for (int i = 0; i < kStages - 1; ++i) copy(i);
+  float acc[2][4] = {};
+  for (int i = 0; i < my_steps; ++i) {
+    wait_copies<kStages - 2>();
+    __syncwarp();  // what every lane copied is here
+    copy(i + kStages - 1);
+"""
 
 # What is wrong, where, the text and what stands in its place, the check that must fail.
 MUTANTS = [
@@ -148,20 +184,42 @@ MUTANTS = [
     ("random bits hang on the column", "any/encode.cuh", "(k + rng.k + offset) / 8", "(k + rng.k + offset) / 16", blocks),
     ("both directions draw the same bits", "any/encode.cuh", "philox_usage(purpose, colwise, role)", "philox_usage(purpose, false, role)", blocks),
     ("scales of the neighbour's row", "any/encode.cuh", "row * row_scales + column", "(row ^ 1) * row_scales + column", blocks),
+    ("butterflies exchange the wrong lanes", "any/tile.cuh", "__shfl_xor_sync(kAllLanes, t[i], h / N)", "__shfl_xor_sync(kAllLanes, t[i], h / N ^ 1)", blocks),
+    ("the upper lane subtracts the wrong way", "any/tile.cuh", "upper ? other - t[i]", "upper ? t[i] - other", blocks),
     ("the maximum misses a lane", "any/quantize_16x16.cu", "int h = 8; h > 0", "int h = 4; h > 0", tiles),
     ("a tile takes its turns from the wrong half", "any/quantize_16x16.cu", "(threadIdx.x & 16) + turn", "turn", tiles),
+    # experts
+    ("an expert's tokens are not padded", "any/tile.cuh", "(end - begin + block - 1) / block * block", "end - begin", experts),
+    ("an expert's rotation has the length of all", "any/tile.cuh", "rht_length((v.k_size + 15) / 16 * 16, c.rht)", "c.rht", experts),
+    ("all experts have the first one's outer scale", "any/tile.cuh", "|| in.offsets ? v.batch : 0", "? v.batch : 0", experts),
+    ("random bits hang on the expert's row", "any/tile.cuh", "first(colwise ? p.batch * in.cols : p.first)", "first(colwise ? 0 : p.first)", experts),
     # emulated GEMM
     ("no barrier between steps", "sm80/gemm_invariant.cu", "close_chunk(total, acc);\n    __syncthreads();", "close_chunk(total, acc);", invariant),
+    ("no barrier before the sums are staged", "sm80/gemm_invariant.cu", "close_chunk(total, acc);\n    __syncthreads();", "close_chunk(total, acc);\n    if (step + 1 < steps) __syncthreads();", invariant),
+    ("no barrier after the sums are staged", "gemm.cuh", "  __syncthreads();\n  const int64_t n_size", "  const int64_t n_size", invariant),
     ("one pair of tiles is filled instead of two", "sm80/gemm_invariant.cu", "memory + step % 2 * 2 * kTileBytes;\n    w.store", "memory;\n    w.store", invariant),
     ("the store is not swizzled", "sm80/gemm_invariant.cu", "piece_of(tile, row, first + p)", "(tile + row * 128 + (first + p) * 16)", invariant),
     ("the scale of the other block", "sm80/gemm_invariant.cu", "e2m1_pair(raw.words[p] >> (8 * i), scale[p / 2])", "e2m1_pair(raw.words[p] >> (8 * i), scale[1 - p / 2])", invariant),
     ("experts' rows begin at the wrong tile", "gemm.cuh", "tile -= tiles;", "tile -= tiles ? tiles - 1 : 0;", invariant),
+    ("scales past an expert's tokens", "sm80/gemm_invariant.cu", "if (exists && o.block && k < k_size)", "if (exists && o.block)", over_tokens),
+    ("tokens of w begin where those of x do", "sm80/gemm_invariant.cu", "span.w, span.k);", "span.x, span.k);", over_tokens),
+    ("y is read where another row lies", "gemm.cuh", "static_cast<const float*>(a.y)[at] + v", "static_cast<const float*>(a.y)[at ^ 1] + v", over_tokens),
+    ("all experts write the first product", "gemm.cuh", "(rows.before + row) * n_size", "row * n_size", over_tokens),
     # decode
     ("waits for one group too few", "sm80/gemm_decode.cu", "wait_copies<kStages - 2>()", "wait_copies<kStages - 1>()", decode),
+    ("a stage is filled while it is read", "sm80/gemm_decode.cu", FILL, FILL.replace("kStages - 1", "kStages").replace("kStages - 2", "kStages - 1"), decode),
     ("no rendezvous after the wait", "sm80/gemm_decode.cu", "__syncwarp();", "", decode),
     ("no barrier before the chunks are added", "sm80/gemm_decode.cu", "  __syncthreads();\n\n  for (int i = threadIdx.x; i < x_rows", "  for (int i = threadIdx.x; i < x_rows", decode),
     ("a chunk is left out", "sm80/gemm_decode.cu", "for (int c = 1; c < chunks; ++c)", "for (int c = 1; c < chunks - 1; ++c)", decode),
     ("fragments of the wrong half", "sm80/gemm_decode.cu", "high = e2m1_pair(u.y", "high = e2m1_pair(u.x", decode),
+    # attention
+    ("no barrier before scores' terms are replaced", "any/attention.cu", "const int term = threadIdx.x % kDepth;\n    __syncthreads();\n    if (term < depth)", "const int term = threadIdx.x % kDepth;\n    if (term < depth)", attention),
+    ("no barrier before values' terms are replaced", "any/attention.cu", "kDepth ? count - j : kDepth;\n    __syncthreads();", "kDepth ? count - j : kDepth;", attention),
+    ("a row takes part in keys that it does not read", "any/attention.cu", "if (k < limit[i]) acc", "acc", attention),
+    ("neighbouring lanes of weights are added first", "any/attention.cu", "int h = 8; h > 0; h /= 2", "int h = 1; h < 16; h *= 2", attention),
+    ("the largest score of half a warp", "any/attention.cu", "? S::kAcross : 32) / 2; h > 0", "? S::kAcross : 32) / 2; h > 1", attention),
+    ("the last chunk is not added", "any/attention.cu", "for (int64_t c = 1; c < chunks; ++c) total", "for (int64_t c = 1; c + 1 < chunks; ++c) total", attention),
+    ("every other band is left out", "any/attention.cu", "first + step", "first + 2 * step", attention),
     # sm120
     ("waits for one group too few, sm120", "sm120/gemm_native.cu", "wait_copies<Format::kStages - 2>()", "wait_copies<Format::kStages - 1>()", sm120),
     ("no barrier in the loop, sm120", "sm120/gemm_native.cu", "__syncthreads();  // the step", "// the step", sm120),
@@ -178,8 +236,11 @@ MUTANTS = [
     ("the sums start from what was there", "sm100/gemm_native.cu", "i > 0 || j > 0", "true", sm100),
     ("K advances by half", "sm100/gemm_native.cu", "x + 2 * j, w + 2 * j", "x + j, w + j", sm100),
     ("a warp reads another's lanes", "sm100/gemm_native.cu", "(static_cast<uint32_t>(warp * 32) << 16)", "(static_cast<uint32_t>(warp / 2 * 32) << 16)", sm100),
-    ("too few arrivals", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders);", "mbarrier_init(full + s, kLoaders + 1);", sm100),
-    ("the wrong swizzle for tcgen05", "sm100/gemm_native.cu", "((piece ^ (row & 7)) << 4)", "((piece ^ (row / 2 & 3)) << 4)", sm100),
+    ("too few arrivals", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders + 1);", "mbarrier_init(full + s, kLoaders + 2);", sm100),
+    ("codes are copied into a stage that is not empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + s, (i / kStages & 1) ^ 1);", "", sm100),
+    ("half of the bytes are waited for", "sm100/gemm_native.cu", "mbarrier_expect(full + s, 2 * kTileBytes);", "mbarrier_expect(full + s, kTileBytes);", sm100),
+    ("nobody waits for the codes", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders + 1);", "mbarrier_init(full + s, kLoaders);", sm100),
+    ("codes of the first expert for all", "sm100/gemm_native.cu", "static_cast<int>(rows.expert * a.w.rows + n0)", "static_cast<int>(n0)", sm100),
     ("the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", sm100),
     # What the self-test of a device would meet if an instruction were misread.
     ("self-test: scales in the wrong lanes", "sm120/gemm_native.cu", "(lane & 1) * 8 + lane / 4", "lane / 4", self_test_sm120),

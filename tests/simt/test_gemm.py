@@ -6,9 +6,10 @@ Hardware leaves the rounding inside one mma open. The machine has both extremes:
 import pytest
 import torch
 
+import fp4ext
 from fp4ext.testing import assert_bytes_equal
 
-from .operands import exact, operand
+from .operands import Operand, exact, operand
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2", "bf16")
 PAIRS = [*zip(FORMATS, FORMATS, strict=True), ("bf16", "nvfp4"), ("mxfp8", "nvfp4"), ("nvfp4", "mxfp4")]
@@ -17,8 +18,8 @@ SHAPES = [(1, 1, 1), (3, 5, 17), (17, 130, 80), (130, 40, 1040), (129, 129, 64)]
 DECODED = [(1, 16, 128), (3, 5, 256), (8, 40, 1152), (16, 33, 4224), (13, 16, 2048)]
 
 
-def gemm(simt, kernel, x, w, bias=None, offsets=None, out_dtype="float32"):
-    return simt.ops.run_gemm(kernel, *x.parts, *w.parts, bias, offsets, out_dtype)
+def gemm(simt, kernel, x, w, bias=None, offsets=None, out_dtype="float32", over_tokens=False, onto=None):
+    return simt.ops.run_gemm(kernel, *x.parts, *w.parts, bias, offsets, out_dtype, over_tokens, onto)
 
 
 def check_bound(y, x, w, truncate=False, bias=None):
@@ -113,6 +114,71 @@ def test_grouped(simt, offsets, kernel):
                 assert_bytes_equal(y[start:end], part, f"expert {e} of {offsets}")
             start = end
         assert not y[start:].any(), "rows of nobody are zeros"
+
+
+def tokens(format, rows, offsets, seed, outer="tensor"):
+    """[rows, tokens], each expert's padded to blocks, and NaN past the last; and the operand of each expert."""
+    counts = [end - begin for begin, end in zip([0, *offsets], offsets, strict=False)]
+    parts = [operand(format, rows, n, seed=seed + e, outer=outer) for e, n in enumerate(counts)]
+    codes, scales = [part.codes for part in parts], [part.scales for part in parts]
+    if format == "bf16":
+        return Operand(format, torch.cat([*codes, torch.full((rows, 9), torch.nan, dtype=torch.bfloat16)], 1)), parts
+    block = fp4ext.formats.get(format).block
+    codes.append(torch.full((rows, 3 * block // (2 if "fp4" in format else 1)), 0x7F, dtype=torch.uint8))
+    scales.append(torch.full((rows, 3), 0x7F if format == "nvfp4" else 0xFF, dtype=torch.uint8))
+    outers = None if parts[0].outer is None else torch.stack([part.outer for part in parts])
+    return Operand(format, torch.cat(codes, 1), torch.cat(scales, 1), outers), parts
+
+
+@pytest.mark.parametrize(
+    "x_format, w_format",
+    [("nvfp4", "nvfp4"), ("mxfp8", "mxfp8"), ("mxfp8_e5m2", "nvfp4"), ("bf16", "nvfp4"), ("bf16", "bf16")],
+)
+@pytest.mark.parametrize("offsets", [[33, 33, 110, 127], [0, 16, 17], [0, 0], [1100, 1108]], ids=str)
+def test_over_tokens(simt, x_format, w_format, offsets):
+    """Experts with no tokens, with fewer than a block, with two chunks of them: each the product of its own tokens, bit
+    for bit. What belongs to nobody is not read: its scales and elements are NaN."""
+    ends = torch.tensor(offsets, dtype=torch.int32)
+    for i, outer in enumerate(("tensor", "row")):
+        x, xs = tokens(x_format, 17, offsets, 20, outer)
+        w, ws = tokens(w_format, 130 if x_format == "bf16" and len(offsets) == 4 else 7, offsets, 40, outer)
+        simt.configure(seed=i, asynchronous=simt.MODES[i])
+        y = gemm(simt, "invariant", x, w, None, ends, over_tokens=True)
+        onto = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+        added = gemm(simt, "invariant", x, w, None, ends, over_tokens=True, onto=onto)
+        for e in range(len(offsets)):
+            assert_bytes_equal(y[e], gemm(simt, "invariant", xs[e], ws[e]), f"expert {e} of {offsets}")
+            check_bound(y[e], xs[e], ws[e])
+        assert_bytes_equal(added, onto + y, "added")
+
+
+def test_over_tokens_of_integers_is_the_cpu(simt):
+    """Where every sum is exact both orders give the same bits, those of the op."""
+    offsets = [40, 40, 75]
+    ends = torch.tensor(offsets, dtype=torch.int32)
+    for format in ("nvfp4", "mxfp8", "bf16"):
+        x, w = operand(format, 5, 160, seed=1, integers=True), operand(format, 9, 160, seed=2, integers=True)
+        y = gemm(simt, "invariant", x, w, None, ends, "bfloat16", over_tokens=True)
+        wanted = torch.ops.fp4ext.grouped_gemm(*x.parts, *w.parts, ends, "bfloat16", "invariant", "cpu")
+        assert_bytes_equal(y, wanted, format)
+
+
+@pytest.mark.parametrize("offsets", [[90, 10, 400], [-5, 3], [2**31 - 1, 0]], ids=str)
+def test_tokens_that_lie_do_no_harm(simt, offsets):
+    x, w = operand("nvfp4", 3, 128, seed=1), operand("nvfp4", 5, 128, seed=2)
+    y = gemm(simt, "invariant", x, w, None, torch.tensor(offsets, dtype=torch.int32), over_tokens=True)
+    assert y.shape == (len(offsets), 3, 5) and y.isfinite().all()
+
+
+@pytest.mark.parametrize("kernel, formats", [("invariant", ("mxfp8", "nvfp4")), ("decode", ("bf16", "nvfp4"))])
+def test_added_to_y(simt, kernel, formats):
+    """One addition of fp32, last, after the bias: the CPU's bytes, where the product is exact. NaNs come out as one."""
+    x, w = operand(formats[0], 11, 256, seed=1, integers=True), operand(formats[1], 20, 256, seed=2, integers=True)
+    onto, bias = torch.randn(11, 20, generator=torch.Generator().manual_seed(3)), torch.arange(20) / 3
+    onto[2, 3], onto[4, 5], onto[6] = torch.nan, torch.inf, -0.0
+    y = gemm(simt, kernel, x, w, bias, onto=onto)
+    torch.ops.fp4ext.gemm_add(*x.parts, *w.parts, bias, onto, "invariant", "cpu")
+    assert_bytes_equal(y, onto, kernel)
 
 
 def test_offsets_that_lie_do_no_harm(simt):

@@ -114,25 +114,29 @@ struct Mx {
 
 // Where one block's codes and scale go.
 struct Output {
-  int64_t row_bytes, row_scales;
-  uint8_t* scales;  // of this matrix
+  int64_t columns;                // of scales, in this matrix
+  int64_t row_bytes, row_scales;  // from one row to the next
+  uint8_t *codes, *scales;        // of this matrix
   __device__ Output(const Copy& c, const View& v, int block, int per_byte) {
-    row_scales = (v.k_size + block - 1) / block;
+    columns = (v.k_size + block - 1) / block;
+    row_scales = c.pitch ? c.pitch / block : columns;
     row_bytes = row_scales * block / per_byte;
-    const int64_t scales_of_a_matrix = c.swizzled ? padded_rows(v.rows) * padded_columns(row_scales) : v.rows * row_scales;
-    scales = c.scales + v.batch * scales_of_a_matrix;
+    codes = c.codes + (c.pitch ? v.tokens / per_byte : v.first * row_bytes);
+    scales = c.scales + (c.pitch      ? v.tokens / block
+                         : c.swizzled ? v.batch * padded_rows(v.rows) * padded_columns(columns)
+                                      : v.first * row_scales);
   }
-  __device__ bool holds(const View& v, int64_t row, int64_t column) const { return row < v.rows && column < row_scales; }
+  __device__ bool holds(const View& v, int64_t row, int64_t column) const { return row < v.rows && column < columns; }
 
   __device__ void store_scale(const Copy& c, const View& v, int64_t row, int64_t column, uint32_t scale) const {
     if (holds(v, row, column))
-      scales[c.swizzled ? swizzled_offset(row, column, row_scales) : row * row_scales + column] = static_cast<uint8_t>(scale);
-    else if (c.swizzled && row < padded_rows(v.rows) && column < padded_columns(row_scales))
-      scales[swizzled_offset(row, column, row_scales)] = 0;
+      scales[c.swizzled ? swizzled_offset(row, column, columns) : row * row_scales + column] = static_cast<uint8_t>(scale);
+    else if (c.swizzled && row < padded_rows(v.rows) && column < padded_columns(columns))
+      scales[swizzled_offset(row, column, columns)] = 0;
   }
   template <int kWords>
-  __device__ void store_codes(const Copy& c, const View& v, int64_t row, int64_t byte, const uint32_t (&words)[kWords]) const {
-    uint8_t* out = c.codes + (v.batch * v.rows + row) * row_bytes + byte;
+  __device__ void store_codes(int64_t row, int64_t byte, const uint32_t (&words)[kWords]) const {
+    uint8_t* out = codes + row * row_bytes + byte;
     if constexpr (kWords == 2) {
       *reinterpret_cast<uint2*>(out) = make_uint2(words[0], words[1]);
     } else {
@@ -143,8 +147,8 @@ struct Output {
   }
 };
 
-__device__ inline Outer<float> outer_of(const Copy& c, const View& v, int64_t row) {
-  const int64_t group = c.outer == OuterKind::row ? v.batch * v.rows + row : c.outer == OuterKind::expert ? v.batch : 0;
+__device__ inline Outer<float> outer_of(const Input& in, const Copy& c, const View& v, int64_t row) {
+  const int64_t group = group_of(in, c, v, row);
   return {c.outer_enc[group], c.outer_dec[group]};
 }
 

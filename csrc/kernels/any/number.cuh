@@ -24,7 +24,7 @@ __device__ inline bool is_aligned(const void* p, int bytes) { return reinterpret
 // The multiplier that decodes a block of a stored tensor.
 __device__ inline float stored_multiplier(const Stored& s, int64_t row, int64_t block) {
   if (s.format != FormatId::nvfp4) return decode_e8m0<uint32_t>(s.scales[row * (s.padded_k / 32) + block]);
-  const float global = s.global[row / s.rows_per_group];
+  const float global = s.global ? s.global[row / s.rows_per_group] : 1.0f;
   return decode_e4m3_scale<uint32_t>(s.scales[row * (s.padded_k / 16) + block]) * global;
 }
 

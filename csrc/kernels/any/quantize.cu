@@ -22,7 +22,8 @@ __device__ __forceinline__ uint32_t max_over_lanes(uint32_t value, int lanes) {
 
 __global__ void __launch_bounds__(kThreads)
     amax_kernel(const __grid_constant__ Input in, const __grid_constant__ Copy copy, bool through_tile, float* amax) {
-  const Place place = place_of_block(in);
+  const Place place = place_of_block(in, 1);
+  if (place.rows == 0) return;
   const char* tile = nullptr;
   if (through_tile) {
     char* memory = shared_memory();
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const View view(in, copy.colwise, place);
   const Stand<16> stand;
-  const Rotation<16> rotation(copy, read_rng(copy), stand.chunk);
+  const Rotation<16> rotation(copy, rht_of(in, copy, view), read_rng(copy), stand.chunk);
   auto* groups = reinterpret_cast<uint32_t*>(amax);  // magnitudes are ordered as their bits are
   uint32_t largest = 0;
   FP4_ROLLED
@@ -47,13 +48,13 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (copy.outer == OuterKind::row) {
       largest = max_over_lanes(largest, Stand<16>::kAlong);
-      if (stand.chunk == 0 && view.row + line < view.rows) atomicMax(groups + view.batch * view.rows + view.row + line, largest);
+      if (stand.chunk == 0 && view.row + line < view.rows) atomicMax(groups + group_of(in, copy, view, view.row + line), largest);
       largest = 0;
     }
   }
   if (copy.outer == OuterKind::row) return;
   largest = max_over_lanes(largest, 32);
-  if (threadIdx.x % 32 == 0 && largest) atomicMax(groups + (copy.outer == OuterKind::expert ? view.batch : 0), largest);
+  if (threadIdx.x % 32 == 0 && largest) atomicMax(groups + group_of(in, copy, view, 0), largest);
 }
 
 __global__ void __launch_bounds__(kThreads) outer_scales_kernel(const OuterArgs a) {
@@ -66,6 +67,15 @@ __global__ void __launch_bounds__(kThreads) outer_scales_kernel(const OuterArgs 
   a.global[i] = outer.dec * (a.eden ? eden_gain(a.rule) : 1.0f);
 }
 
+__global__ void __launch_bounds__(kThreads)
+    global_of_rows_kernel(const float* of_group, bool by_row, const int32_t* offsets, int experts, int64_t rows, float* out) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= rows) return;
+  int e = 0;
+  while (e < experts && row >= offsets[e]) ++e;
+  out[row] = e == experts ? 1.0f : of_group[by_row ? row : e];
+}
+
 }  // namespace
 
 cudaError_t amax(const Input& in, const Copy& copy, float* amax, int64_t groups, cudaStream_t stream) {
@@ -74,6 +84,13 @@ cudaError_t amax(const Input& in, const Copy& copy, float* amax, int64_t groups,
   const bool through_tile = copy.colwise || needs_tile(in);
   const size_t shared = through_tile ? tile_bytes(in.dtype) : 0;
   return launch(amax_kernel, dim3(static_cast<unsigned>(num_tiles(in))), kThreads, shared, stream, in, copy, through_tile, amax);
+}
+
+cudaError_t global_of_rows(const float* of_group, bool by_row, const int32_t* offsets, int experts, int64_t rows, float* out,
+                           cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  return launch(global_of_rows_kernel, dim3(static_cast<unsigned>((rows + kThreads - 1) / kThreads)), kThreads, 0, stream, of_group, by_row,
+                offsets, experts, rows, out);
 }
 
 cudaError_t outer_scales(const OuterArgs& args, cudaStream_t stream) {

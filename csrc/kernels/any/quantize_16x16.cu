@@ -28,21 +28,22 @@ __device__ void store_row(const QuantizeArgs& a, const Copy& copy, const Place& 
   const View view(a.in, copy.colwise, place);
   const Output out(copy, view, 16, 2);
   const int64_t at = view.row + row, column = (view.k + k) / 16;
-  const Site site{read_rng(copy), a.role, copy.colwise, view.batch * view.rows + at, view.k + k};
+  const Site site{read_rng(copy), a.role, copy.colwise, view.first + at, view.k + k};
   uint32_t words[2];
   encode_elements<E2M1, kStochastic>(t, enc, poisoned, site, words);
-  if (out.holds(view, at, column)) out.store_codes(copy, view, at, (view.k + k) / 2, words);
+  if (out.holds(view, at, column)) out.store_codes(at, (view.k + k) / 2, words);
   out.store_scale(copy, view, at, column, scale);
 }
 
 template <ScaleRule rule, bool kStochastic>
 __global__ void __launch_bounds__(kThreads) quantize_16x16_kernel(const __grid_constant__ QuantizeArgs a) {
-  const Place place = place_of_block(a.in);
+  const Place place = place_of_block(a.in, 16);
+  if (place.rows == 0) return;
   char* tile = shared_memory();
   load_any_tile(a.in, place, tile);
   __syncthreads();
   const Copy &row_copy = a.copies[0], &col_copy = a.copies[1], &any = row_copy.codes ? row_copy : col_copy;
-  const Outer<float> outer = outer_of(any, View(a.in, any.colwise, place), 0);
+  const Outer<float> outer = outer_of(a.in, any, View(a.in, any.colwise, place), 0);
   const int lane = threadIdx.x % 16;
   FP4_ROLLED
   for (int block = threadIdx.x / 16; block < 64; block += kThreads / 16) {

@@ -11,7 +11,7 @@ __device__ void quantize_copy(const QuantizeArgs& a, const Copy& copy, const Pla
   const Output out(copy, view, N, kPerByte);
   const Stand<N> stand;
   Site site{read_rng(copy), a.role, copy.colwise, 0, view.k + stand.chunk * N};
-  const Rotation<N> rotation(copy, site.rng, stand.chunk);
+  const Rotation<N> rotation(copy, rht_of(a.in, copy, view), site.rng, stand.chunk);
   const int64_t column = site.k / N, padded = (view.k_size + 15) / 16 * 16;
   FP4_ROLLED
   for (int line = stand.line; line < kTile; line += Stand<N>::kStep) {
@@ -22,11 +22,11 @@ __device__ void quantize_copy(const QuantizeArgs& a, const Copy& copy, const Pla
     rotation(t, padded - site.k);
     const bool exists = out.holds(view, row, column);
     Outer<float> outer{};
-    if (Encoder::kOuter) outer = outer_of(copy, view, exists ? row : 0);
-    site.row = view.batch * view.rows + row;
+    if (Encoder::kOuter) outer = outer_of(a.in, copy, view, exists ? row : 0);
+    site.row = view.first + row;
     uint32_t words[Encoder::kWords];
     const uint32_t scale = Encoder::encode(t, outer, a.spec, site, rotation, words);
-    if (exists) out.store_codes(copy, view, row, site.k / kPerByte, words);
+    if (exists) out.store_codes(row, site.k / kPerByte, words);
     out.store_scale(copy, view, row, column, scale);
   }
 }
@@ -34,7 +34,8 @@ __device__ void quantize_copy(const QuantizeArgs& a, const Copy& copy, const Pla
 template <class Encoder>
 __global__ void __launch_bounds__(kThreads, Encoder::kBlocksAtOnce)
     quantize_blocks_kernel(const __grid_constant__ QuantizeArgs a, bool through_tile) {
-  const Place place = place_of_block(a.in);
+  const Place place = place_of_block(a.in, Encoder::kBlock);
+  if (place.rows == 0) return;
   const char* tile = nullptr;
   if (through_tile) {
     char* memory = shared_memory();

@@ -17,23 +17,47 @@ inline constexpr int kTile = 128, kThreads = 256;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Place {
-  int64_t batch, row, col;  // of the tile's first element
+  int64_t batch;        // which matrix of the batch, or expert
+  int64_t first, rows;  // its rows in the input: where they begin, how many; 0 for a block without a tile
+  int64_t row, col;     // of the tile's first element in the matrix
+  int64_t tokens;       // along columns, where the expert's tokens begin
 };
-__device__ inline Place place_of_block(const Input& in) {
-  const uint32_t across = static_cast<uint32_t>((in.cols + kTile - 1) / kTile), down = static_cast<uint32_t>((in.rows + kTile - 1) / kTile);
-  const uint32_t matrix = blockIdx.x / across;
-  return {matrix / down, static_cast<int64_t>(matrix % down) * kTile, static_cast<int64_t>(blockIdx.x % across) * kTile};
+// block: what an expert's tokens are padded to.
+__device__ inline Place place_of_block(const Input& in, int block) {
+  const uint32_t across = static_cast<uint32_t>((in.cols + kTile - 1) / kTile), index = blockIdx.x / across;
+  const int64_t col = static_cast<int64_t>(blockIdx.x % across) * kTile;
+  if (!in.offsets) {
+    const uint32_t down = static_cast<uint32_t>((in.rows + kTile - 1) / kTile), batch = index / down;
+    return {batch, batch * in.rows, in.rows, static_cast<int64_t>(index % down) * kTile, col, 0};
+  }
+  int64_t tile = index, begin = 0, tokens = 0;
+  for (int e = 0; e < in.experts; ++e) {
+    int64_t end = in.offsets[e];
+    end = end < begin ? begin : end > in.rows ? in.rows : end;
+    const int64_t tiles = (end - begin + kTile - 1) / kTile;
+    if (tile < tiles) return {e, begin, end - begin, tile * kTile, col, tokens};
+    tile -= tiles, tokens += (end - begin + block - 1) / block * block, begin = end;
+  }
+  return {};
 }
-inline int64_t num_tiles(const Input& in) { return in.batch * ((in.rows + kTile - 1) / kTile) * ((in.cols + kTile - 1) / kTile); }
+// At least as many as there are, whatever the offsets.
+inline int64_t num_tiles(const Input& in) {
+  const int64_t down = (in.rows + kTile - 1) / kTile, across = (in.cols + kTile - 1) / kTile;
+  return (in.batch * down + (in.offsets ? in.experts : 0)) * across;
+}
 
 // The tile as one copy sees it: `row` along the output's rows, k along the contraction.
 struct View {
   int64_t batch, rows, k_size;  // of one matrix of the output
-  int64_t row, k;               // of the tile's first element
+  int64_t first;                // rows of the whole output before it
+  int64_t tokens;
+  int64_t row, k;  // of the tile's first element
   __device__ View(const Input& in, bool colwise, const Place& p)
       : batch(p.batch),
-        rows(colwise ? in.cols : in.rows),
-        k_size(colwise ? in.rows : in.cols),
+        rows(colwise ? in.cols : p.rows),
+        k_size(colwise ? p.rows : in.cols),
+        first(colwise ? p.batch * in.cols : p.first),
+        tokens(p.tokens),
         row(colwise ? p.col : p.row),
         k(colwise ? p.row : p.col) {}
 };
@@ -64,8 +88,8 @@ __device__ void load_tile(const Input& in, const Place& p, char* tile) {
   const bool aligned = rows_are_aligned(in);
   for (int i = threadIdx.x; i < kTile * kPieces; i += kThreads) {
     const int row = i / kPieces, piece = i % kPieces;
-    const int64_t col = p.col + piece * kPerPiece<T>, left = p.row + row < in.rows ? in.cols - col : 0;
-    const T* x = static_cast<const T*>(in.x) + (p.batch * in.rows + p.row + row) * in.cols + col;
+    const int64_t col = p.col + piece * kPerPiece<T>, left = p.row + row < p.rows ? in.cols - col : 0;
+    const T* x = static_cast<const T*>(in.x) + (p.first + p.row + row) * in.cols + col;
     char* to = tile_piece<T>(tile, row, piece);
     if (aligned) {
       *reinterpret_cast<uint4*>(to) = left > 0 ? *reinterpret_cast<const uint4*>(x) : make_uint4(0, 0, 0, 0);
@@ -79,8 +103,8 @@ __device__ inline void load_stored_tile(const Input& in, const Place& p, char* t
   for (int i = threadIdx.x; i < kTile * kTile / 16; i += kThreads) {
     const int row = i / (kTile / 16), col = i % (kTile / 16) * 16;
     float t[16] = {};
-    if (p.row + row < in.rows && p.col + col < in.cols) {
-      decode_16(in.stored, p.batch * in.rows + p.row + row, p.col + col, t);
+    if (p.row + row < p.rows && p.col + col < in.cols) {
+      decode_16(in.stored, p.first + p.row + row, p.col + col, t);
       for (int j = 0; j < 16; ++j)
         if (p.col + col + j >= in.cols) t[j] = 0.0f;
     }
@@ -113,8 +137,8 @@ __device__ __forceinline__ void load_line_of(const Input& in, const Place& p, co
     uint4 u = make_uint4(0, 0, 0, 0);
     if (tile)
       u = *reinterpret_cast<const uint4*>(tile_piece<T>(const_cast<char*>(tile), row, (k + i) / kPerPiece<T>));
-    else if (p.row + row < in.rows && p.col + k + i < in.cols)
-      u = *reinterpret_cast<const uint4*>(static_cast<const T*>(in.x) + (p.batch * in.rows + p.row + row) * in.cols + p.col + k + i);
+    else if (p.row + row < p.rows && p.col + k + i < in.cols)
+      u = *reinterpret_cast<const uint4*>(static_cast<const T*>(in.x) + (p.first + p.row + row) * in.cols + p.col + k + i);
     unpack(u, t + i);
   }
 }
@@ -152,6 +176,16 @@ __device__ inline Rng read_rng(const Copy& c) {
           c.sharded ? static_cast<uint32_t>(c.rng[3]) : 0u};
 }
 
+// The outer group of a row (in the tile's matrix).
+__device__ inline int64_t group_of(const Input& in, const Copy& c, const View& v, int64_t row) {
+  return c.outer == OuterKind::row ? v.first + row : c.outer == OuterKind::expert || in.offsets ? v.batch : 0;
+}
+
+// The length of its RHT: an expert's tokens are as many as they are.
+__device__ inline int rht_of(const Input& in, const Copy& c, const View& v) {
+  return c.rht && in.offsets && c.colwise ? rht_length((v.k_size + 15) / 16 * 16, c.rht) : c.rht;
+}
+
 // The RHT of vectors of n elements, N of them in each thread, n/N neighbouring lanes to a vector (or N/n vectors to a
 // thread). numerics/hadamard.h states the law; here its butterflies of h >= N are exchanges between lanes.
 template <int N>
@@ -159,7 +193,8 @@ struct Rotation {
   int n, stages;
   uint32_t first, second;  // the signs of this thread's elements in either stage
   int place;               // of this thread in its vector
-  __device__ Rotation(const Copy& c, const Rng& rng, int chunk) : n(c.rht), stages(c.rht ? c.stages : 0), first(0), second(0), place(0) {
+  __device__ Rotation(const Copy& c, int length, const Rng& rng, int chunk)
+      : n(length), stages(length ? c.stages : 0), first(0), second(0), place(0) {
     if (n > N) place = chunk & (n / N - 1);
     if (stages > 0) first = signs_of(rng, 0);
     if (stages > 1) second = signs_of(rng, 1);

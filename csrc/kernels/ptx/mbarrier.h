@@ -12,6 +12,10 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+// Arrives, and makes the phase wait for so many bytes of bulk copies besides.
+__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
 // Until the phase of that parity is over. A fresh barrier is in phase 0: to wait for parity 1 returns at once.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
   asm volatile("{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}" ::"r"(
@@ -32,21 +36,30 @@ __device__ __forceinline__ bool elect_one() {
 
 struct SimtBarrier {
   int16_t count, pending;
-  uint32_t phase;
+  int32_t bytes : 31;
+  uint32_t phase : 1;
+  void turn_if_all_have_come() {
+    if (pending == 0 && bytes == 0) {
+      pending = count;
+      phase ^= 1;
+    }
+    ++simt::block().progress;
+  }
 };
 static_assert(sizeof(SimtBarrier) == 8);
 
 inline void mbarrier_init(uint64_t* barrier, int count) {
-  *reinterpret_cast<SimtBarrier*>(barrier) = {static_cast<int16_t>(count), static_cast<int16_t>(count), 0};
+  *reinterpret_cast<SimtBarrier*>(barrier) = {static_cast<int16_t>(count), static_cast<int16_t>(count), 0, 0};
 }
 inline void mbarrier_arrive(uint64_t* barrier) {
   auto* b = reinterpret_cast<SimtBarrier*>(barrier);
   if (b->pending <= 0) simt::fail("mbarrier: more arrivals than it was made for");
-  if (--b->pending == 0) {
-    b->pending = b->count;
-    b->phase ^= 1;
-  }
-  ++simt::block().progress;
+  --b->pending;
+  b->turn_if_all_have_come();
+}
+inline void mbarrier_expect(uint64_t* barrier, int bytes) {
+  reinterpret_cast<SimtBarrier*>(barrier)->bytes += bytes;
+  mbarrier_arrive(barrier);
 }
 inline void mbarrier_wait(uint64_t* barrier, int parity) {
   while (static_cast<int>(reinterpret_cast<SimtBarrier*>(barrier)->phase) == parity) simt::yield();

@@ -1,21 +1,26 @@
 #include "../../numerics/layout.h"
 #include "../gemm.cuh"
 #include "../ptx/tensor_core5.h"
+#include "../ptx/tensor_map.h"
 
 // tcgen05 on one CTA: 128 rows of x × 128 columns (rows of w), the sums in tensor memory.
 //
-//   warps 0-3  copy a step of K into a ring of stages (cp.async: zeros past the edges, any row to begin at), then
+//   warps 0-3  copy a step's scales into a ring of stages (cp.async: from rows into atoms, zeros past the edges), then
 //              read the sums out of tensor memory and write y
 //   warp 4     one thread issues: scales to tensor memory, four mma a step
+//   warp 5     one thread has a step's codes copied into the ring (TMA)
 //
-//   full[s]    128 arrivals: the stage is in shared memory     empty[s]  one: the mma that read it are done
+//   full[s]    128 arrivals for the scales, and one with the bytes of the codes     empty[s]  one: the mma that read it are done
+//
+// TMA brings what follows an expert's rows, too: rows of y that nobody writes come of it.
 //
 // cp and mma of one thread run in order only where a cp comes first: each stage has scale columns of its own.
 namespace fp4ext::kernels {
 namespace {
 
-constexpr int kThreads = 160, kLoaders = 128, kStages = 4;
+constexpr int kThreads = 192, kLoaders = 128, kStages = 4;
 constexpr int kRow = 128, kTileBytes = kTile * kRow, kAtom = 512, kMmas = 4;
+static_assert(kTile == kBoxRows && kRow == kBoxBytes);
 
 struct Nvfp4 {
   static constexpr int kStep = 256, kBlock = 16, kAtoms = 4;  // an atom of scales for each mma of K = 64
@@ -35,18 +40,9 @@ inline constexpr int kStageBytes = 2 * (kTileBytes + Format::kAtoms * kAtom);
 template <class Format>
 inline constexpr int kColumns = 4 * Format::kAtoms;  // of tensor memory, for one operand's scales of a stage
 
-// Copies 128 rows of a step, zeros for rows from `count` on and past K; linear scales into atoms.
+// Copies the scales of 128 rows of a step into atoms, zeros for rows from `count` on and past K.
 template <class Format>
-__device__ __forceinline__ void copy_step(const Operand& o, int64_t first, int count, int64_t k, char* tile, char* scales) {
-  constexpr int kPieces = kRow / 16, kPerPiece = Format::kStep / kPieces;
-  const auto* codes = static_cast<const char*>(o.codes);
-  FP4_ROLLED
-  for (int i = threadIdx.x; i < kTile * kPieces; i += kLoaders) {
-    const int row = i / kPieces, piece = i % kPieces;
-    const bool exists = row < count && k + piece * kPerPiece < o.k_stored;
-    const char* from = codes + (first + row) * row_bytes(o) + k * kRow / Format::kStep + piece * 16;
-    copy_async<16>(tile + row * kRow + ((piece ^ (row & 7)) << 4), exists ? from : codes, exists);
-  }
+__device__ __forceinline__ void copy_scales(const Operand& o, int64_t first, int count, int64_t k, char* scales) {
   FP4_ROLLED
   for (int i = threadIdx.x; i < kTile * Format::kAtoms; i += kLoaders) {
     const int row = i / Format::kAtoms, atom = i % Format::kAtoms;
@@ -57,7 +53,8 @@ __device__ __forceinline__ void copy_step(const Operand& o, int64_t first, int c
 }
 
 template <class Format>
-__global__ void __launch_bounds__(kThreads) gemm_native_kernel(const __grid_constant__ GemmArgs a) {
+__global__ void __launch_bounds__(kThreads) gemm_native_kernel(const __grid_constant__ GemmArgs a, const __grid_constant__ TensorMap x_map,
+                                                               const __grid_constant__ TensorMap w_map) {
   char* memory = shared_memory();
   auto* full = reinterpret_cast<uint64_t*>(memory + kStages * kStageBytes<Format>);
   auto *empty = full + kStages, *done = empty + kStages;
@@ -73,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) gemm_native_kernel(const __grid_cons
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      mbarrier_init(full + s, kLoaders);
+      mbarrier_init(full + s, kLoaders + 1);
       mbarrier_init(empty + s, 1);
     }
     mbarrier_init(done, 1);
@@ -91,11 +88,10 @@ __global__ void __launch_bounds__(kThreads) gemm_native_kernel(const __grid_cons
     for (int i = 0; i < steps + kAhead; ++i) {
       if (i < steps) {
         mbarrier_wait(empty + i % kStages, (i / kStages & 1) ^ 1);
-        char* x_tile = memory + i % kStages * kStageBytes<Format>;
-        char *w_tile = x_tile + kTileBytes, *x_scales = w_tile + kTileBytes, *w_scales = x_scales + Format::kAtoms * kAtom;
+        char* x_scales = memory + i % kStages * kStageBytes<Format> + 2 * kTileBytes;
         const int64_t k = static_cast<int64_t>(i) * Format::kStep;
-        copy_step<Format>(a.x, rows.begin, x_count, k, x_tile, x_scales);
-        copy_step<Format>(a.w, rows.expert * a.w.rows + n0, w_count, k, w_tile, w_scales);
+        copy_scales<Format>(a.x, rows.begin, x_count, k, x_scales);
+        copy_scales<Format>(a.w, rows.expert * a.w.rows + n0, w_count, k, x_scales + Format::kAtoms * kAtom);
       }
       commit_copies();
       if (i < kAhead) continue;
@@ -103,7 +99,16 @@ __global__ void __launch_bounds__(kThreads) gemm_native_kernel(const __grid_cons
       fence_for_engines();
       mbarrier_arrive(full + (i - kAhead) % kStages);
     }
-  } else if (elect_one()) {
+  } else if (warp == 5 && elect_one()) {
+    for (int i = 0; i < steps; ++i) {
+      const int s = i % kStages;
+      mbarrier_wait(empty + s, (i / kStages & 1) ^ 1);
+      char* x_tile = memory + s * kStageBytes<Format>;
+      mbarrier_expect(full + s, 2 * kTileBytes);
+      copy_box(x_tile, &x_map, i * kRow, static_cast<int>(rows.begin), full + s);
+      copy_box(x_tile + kTileBytes, &w_map, i * kRow, static_cast<int>(rows.expert * a.w.rows + n0), full + s);
+    }
+  } else if (warp == 4 && elect_one()) {
     for (int i = 0; i < steps; ++i) {
       const int s = i % kStages;
       mbarrier_wait(full + s, i / kStages & 1);
@@ -145,8 +150,12 @@ __global__ void __launch_bounds__(kThreads) gemm_native_kernel(const __grid_cons
 
 template <class Format>
 cudaError_t run(const GemmArgs& a, cudaStream_t stream) {
+  TensorMap x_map, w_map;
+  cudaError_t error = make_tensor_map(x_map, a.x.codes, a.x.rows, row_bytes(a.x));
+  if (error == cudaSuccess) error = make_tensor_map(w_map, a.w.codes, a.experts * a.w.rows, row_bytes(a.w));
+  if (error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>((a.w.rows + kTile - 1) / kTile), static_cast<unsigned>(most_tiles(a, kTile)));
-  return launch(gemm_native_kernel<Format>, grid, kThreads, kStages * kStageBytes<Format> + 128, stream, a);
+  return launch(gemm_native_kernel<Format>, grid, kThreads, kStages * kStageBytes<Format> + 128, stream, a, x_map, w_map);
 }
 
 }  // namespace

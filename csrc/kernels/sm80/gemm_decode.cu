@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_decode_kernel(const GemmArgs
   float acc[2][4] = {};
   for (int i = 0; i < my_steps; ++i) {
     wait_copies<kStages - 2>();
-    __syncwarp();  // what every lane copied is here, and the stage that is filled next has been read
+    __syncwarp();  // what every lane copied is here
     copy(i + kStages - 1);
     const char* stage = ring + i % kStages * stage_bytes(a);
     const char* x_slab = stage + Slab(a.w).bytes();

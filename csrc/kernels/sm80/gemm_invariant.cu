@@ -36,27 +36,33 @@ struct Source {
   const Operand& o;
   const uint8_t* codes;
   const uint8_t* scales;
-  int64_t bytes;  // of a row
-  bool exists, aligned;
+  int64_t k_size, bytes;  // of the row, and what they take
+  bool exists;
+  int alignment;  // 16, 4, or 1
 
-  __device__ Source(const Operand& operand, int expert, int64_t row, int64_t end)
-      : o(operand), bytes(row_bytes(operand)), exists(row < end) {
-    const int64_t at = expert * o.rows + row;
-    codes = static_cast<const uint8_t*>(o.codes) + at * bytes;
-    scales = o.scales + (o.block ? at * (o.k_stored / o.block) : 0);
-    aligned = reinterpret_cast<uintptr_t>(o.codes) % 16 == 0 && bytes % 16 == 0;
+  // k_size elements of row `row`, from `first` on.
+  __device__ Source(const Operand& operand, int64_t row, bool in_range, int64_t first, int64_t k)
+      : o(operand), k_size(k), bytes(bytes_of(k)), exists(in_range) {
+    codes = static_cast<const uint8_t*>(o.codes) + row * row_bytes(o) + bytes_of(first);
+    scales = o.scales + (o.block ? row * (o.k_stored / o.block) + first / o.block : 0);
+    const auto address = reinterpret_cast<uintptr_t>(codes);
+    alignment = address % 16 == 0 ? 16 : address % 4 == 0 ? 4 : 1;
   }
+  __device__ int64_t bytes_of(int64_t k) const { return o.elem == Elem::e2m1 ? (k + 1) / 2 : o.elem == Elem::bf16 ? k * 2 : k; }
 
   __device__ __forceinline__ void load(int64_t k, Raw& raw) const {
     const int count = o.elem == Elem::e2m1 ? 4 : o.elem == Elem::bf16 ? 16 : 8;
     const int64_t byte = k * count / 8;
-    const bool whole = exists && aligned && byte + 4 * count <= bytes;
+    const bool whole = exists && byte + 4 * count <= bytes;
     FP4_UNROLL
     for (int w = 0; w < 16; w += 4) {
       if (w >= count) continue;
       uint4 u = make_uint4(0, 0, 0, 0);
-      if (whole) {
-        u = *reinterpret_cast<const uint4*>(codes + byte + 4 * w);
+      const auto* words = reinterpret_cast<const uint32_t*>(codes + byte) + w;
+      if (whole && alignment == 16) {
+        u = *reinterpret_cast<const uint4*>(words);
+      } else if (whole && alignment == 4) {
+        u = make_uint4(words[0], words[1], words[2], words[3]);
       } else if (exists) {
         u = make_uint4(word_within(codes, byte + 4 * w, bytes), word_within(codes, byte + 4 * w + 4, bytes),
                        word_within(codes, byte + 4 * w + 8, bytes), word_within(codes, byte + 4 * w + 12, bytes));
@@ -64,8 +70,8 @@ struct Source {
       raw.words[w] = u.x, raw.words[w + 1] = u.y, raw.words[w + 2] = u.z, raw.words[w + 3] = u.w;
     }
     raw.scales = 0;
-    if (exists && o.block && k < o.k_stored) raw.scales = scales[k / o.block];
-    if (exists && o.block == 16 && k + 16 < o.k_stored) raw.scales |= static_cast<uint32_t>(scales[k / 16 + 1]) << 8;
+    if (exists && o.block && k < k_size) raw.scales = scales[k / o.block];
+    if (exists && o.block == 16 && k + 16 < k_size) raw.scales |= static_cast<uint32_t>(scales[k / 16 + 1]) << 8;
   }
 
   // As bf16 into pieces [first, first + 4) of a row of the tile.
@@ -115,9 +121,10 @@ __global__ void __launch_bounds__(kGemmThreads) gemm_invariant_kernel(const Gemm
   const int64_t n0 = static_cast<int64_t>(blockIdx.x) * kTile;
   if (rows.expert == a.experts) return write_zeros(a, rows, n0);
   const int row = threadIdx.x / 2, half = threadIdx.x % 2;
-  const Source w(a.w, rows.expert, n0 + row, a.w.rows), x(a.x, 0, rows.begin + row, rows.end);
-  const int64_t k = a.x.k_stored < a.w.k_stored ? a.x.k_stored : a.w.k_stored;
-  const int steps = static_cast<int>((k + kStep - 1) / kStep);
+  const Span span = span_of(a, rows.expert);
+  const Source w(a.w, (a.over_tokens ? 0 : rows.expert * a.w.rows) + n0 + row, n0 + row < a.w.rows, span.w, span.k);
+  const Source x(a.x, rows.begin + row, rows.begin + row < rows.end, span.x, span.k);
+  const int steps = static_cast<int>((span.k + kStep - 1) / kStep);
   Sums acc, total;
   fill(acc, 0.0f);
   fill(total, steps > 0 ? -0.0f : 0.0f);
