@@ -140,6 +140,14 @@ def self_test(machine, kernel, sm):
     assert not why, f"self-test: {why}"
 
 
+def finish(machine):
+    """What torch's product leaves, ended by the law: every row, column and both global scales."""
+    machine.ops.set_device(0, 90)
+    x, w = operand("nvfp4", 20, 128, seed=1, outer="row"), operand("nvfp4", 1030, 128, seed=2, outer="row")
+    y = machine.ops.gemm(*x.parts, *w.parts, None, "float32", "fast", "fast")
+    check_bound(y, x, w, truncate=True)
+
+
 def self_test_sm120(machine):
     self_test(machine, "sm120", 120)
 
@@ -150,6 +158,7 @@ def self_test_sm100(machine):
 
 # What each check runs: only these are built from the mutant's text.
 RUNS = {
+    finish: "any/gemm_finish.cu",
     blocks: "any/quantize_nvfp4_random.cu",
     tiles: "any/quantize_16x16.cu",
     experts: "any/quantize_nvfp4_random.cu",
@@ -243,6 +252,10 @@ MUTANTS = [
     ("codes of the first expert for all", "sm100/gemm_native.cu", "static_cast<int>(rows.expert * a.w.rows + n0)", "static_cast<int>(n0)", sm100),
     ("the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", sm100),
     # What the self-test of a device would meet if an instruction were misread.
+    ("one row's global scale for all", "any/gemm_finish.cu", "global_of(a.x, 0, row)", "global_of(a.x, 0, 0)", finish),
+    ("one column's global scale for all", "any/gemm_finish.cu", "global_of(a.w, 0, n)", "global_of(a.w, 0, 0)", finish),
+    ("the last column is left out", "any/gemm_finish.cu", "n < n_size ? sums", "n + 1 < n_size ? sums", finish),
+    ("blocks take the same columns", "any/gemm_finish.cu", "static_cast<int64_t>(blockIdx.y) * kPerThread", "static_cast<int64_t>(blockIdx.y) * 0 * kPerThread", finish),
     ("self-test: scales in the wrong lanes", "sm120/gemm_native.cu", "(lane & 1) * 8 + lane / 4", "lane / 4", self_test_sm120),
     ("self-test: no barrier in the loop", "sm120/gemm_native.cu", "__syncthreads();  // the step", "// the step", self_test_sm120),
     ("self-test: the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", self_test_sm100),
