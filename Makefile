@@ -105,6 +105,7 @@ bench: build  ## measure this machine: rows to bench_out/, tables to the termina
 	$(PY) benchmarks/bench_error.py
 	$(PY) benchmarks/bench_cost.py
 	$(PY) benchmarks/bench_live.py
+	$(PY) benchmarks/bench_faults.py
 
 tour: build  ## write docs/tour.md and its pictures anew
 	$(PY) docs/make_tour.py

@@ -69,6 +69,10 @@ def test_audit_of_a_run(run, capsys):
         (["audit", "/nowhere"], "not a run directory"),
         (["audit", "RUN", "--arm", "nvidia"], "--arm: 'nvidia' is no arm of .*; accepted: bf16, mxfp8"),
         (["audit", "RUN", "--policies", "int4"], "unknown policy 'int4'"),
+        (
+            ["audit", "RUN", "--machine", "gb300", "--out", "RUN/config.json"],
+            "cannot be written .*; accepted: a directory",
+        ),
         (["audit", "RUN", "--machine", "tpu"], "unknown machine 'tpu'; accepted: gb300"),
         (["audit", "RUN", "--budget", "x"], "'x'; accepted: a share above 0"),
         (["cost", "--model", "/nowhere"], "cannot be read"),
@@ -79,7 +83,7 @@ def test_audit_of_a_run(run, capsys):
     ],
 )
 def test_one_line_says_what_was_wrong(words, message, run, capsys):
-    code, _, err = call(capsys, *(str(run) if word == "RUN" else word for word in words))
+    code, _, err = call(capsys, *(word.replace("RUN", str(run)) for word in words))
     assert code == 2 and err.count("\n") == 1
     assert re.search(message, err), err
 

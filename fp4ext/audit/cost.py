@@ -28,12 +28,23 @@ EFFICIENCY = 0.7  # of a data sheet's figures: an assumption, for a described ma
 
 @dataclass(frozen=True)
 class Matrix:
-    """A kind of linear layer: w [n, k], `count` of them, by the name that a policy sees."""
+    """A kind of linear layer: w [n, k], one in each of `count` blocks, by the name that a policy sees.
+
+    Attributes:
+        experts: how many such matrices a block has. chosen: how many of them a token meets.
+    """
 
     name: str
     n: int
     k: int
     count: int
+    experts: int = 1
+    chosen: int = 1
+
+    def spread(self, tokens: int) -> tuple[int, int]:
+        """(matrices of a block that some token meets, tokens of each), spread evenly."""
+        met = min(self.experts, tokens * self.chosen)
+        return met, -(-tokens * self.chosen // met)
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ class Shape:
     Attributes:
         name: what a person calls it.
         layers, d, heads, kv_heads, head_dim, ffn, context, vocab: its sizes; `ffn` is the inner width of SwiGLU.
+        experts, top_k, expert_ffn: of a mixture in every block: how many experts, how many of them a token meets, and
+            their inner width; `ffn` is then that of the expert that all tokens share, 0 where there is none.
     """
 
     name: str
@@ -54,24 +67,34 @@ class Shape:
     vocab: int
     kv_heads: int = 0
     head_dim: int = 0
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
 
     @property
     def matrices(self) -> list[Matrix]:
         """The linear layers of all blocks; q, k, v share one matrix, and gate and up another."""
         dim = self.head_dim or self.d // self.heads
         q, kv = self.heads * dim, (self.kv_heads or self.heads) * dim
-        sizes = (("attention.qkv", q + 2 * kv, self.d), ("attention.out", self.d, q))
-        sizes += (("mlp.gate_up", 2 * self.ffn, self.d), ("mlp.down", self.d, self.ffn))
-        return [Matrix(name, n, k, self.layers) for name, n, k in sizes]
+        sizes = [("attention.qkv", q + 2 * kv, self.d), ("attention.out", self.d, q)]
+        if self.ffn:
+            mlp = "mlp.shared" if self.experts else "mlp"
+            sizes += [(f"{mlp}.gate_up", 2 * self.ffn, self.d), (f"{mlp}.down", self.d, self.ffn)]
+        made = [Matrix(name, n, k, self.layers) for name, n, k in sizes]
+        if self.experts:
+            stacks = ((2 * self.expert_ffn, self.d), (self.d, self.expert_ffn))
+            made += [Matrix("mlp.experts", n, k, self.layers, self.experts, self.top_k) for n, k in stacks]
+        return made
 
     @property
     def linear_parameters(self) -> int:
-        return sum(m.n * m.k * m.count for m in self.matrices)
+        return sum(m.n * m.k * m.count * m.experts for m in self.matrices)
 
     @property
     def parameters(self) -> int:
-        """Embedding and head counted, apart."""
-        return self.linear_parameters + 2 * self.vocab * self.d + (2 * self.layers + 1) * self.d
+        """Embedding and head counted, apart; routers too."""
+        rest = 2 * self.vocab + 2 * self.layers + 1 + self.layers * self.experts
+        return self.linear_parameters + rest * self.d
 
     @classmethod
     def read(cls, source: str | Path) -> Shape:
@@ -92,17 +115,33 @@ class Shape:
         if isinstance(config.get("run"), dict):  # a run of fp4ext
             config = config["run"]["preset"]["shape"] | {"name": config["run"]["preset"]["name"]}
         name = config.get("name") or config.get("_name_or_path") or config.get("model_type") or path.stem
+        keys = KEYS | (_keys_of_a_mixture(config) if _first(config, EXPERTS) else {})
         found = {"name": str(name)}
-        for field_, keys in KEYS.items():
-            value = next((config[key] for key in keys if config.get(key) is not None), None)
+        for field_, names in keys.items():
+            value, least = _first(config, names), 0 if field_ == "ffn" and "experts" in keys else 1
+            value = least if value is None and least == 0 else value
             if value is None and field_ in ("kv_heads", "head_dim"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{file}: {' or '.join(keys)} is {value!r}; accepted: a whole number from 1")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{file}: {' or '.join(names)} is {value!r}; accepted: a whole number from {least}")
             found[field_] = value
         return cls(**found)
 
 
+def _first(config: dict, names: Iterable[str]):
+    """The value of the first of some names that a config has."""
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _keys_of_a_mixture(config: dict) -> dict[str, tuple[str, ...]]:
+    """Where a config says the widths of experts: some call it intermediate_size, others have a dense width there."""
+    apart = _first(config, ("expert_ffn", "moe_intermediate_size")) is not None
+    shared = ("ffn", "shared_expert_intermediate_size") if apart else ()
+    width = ("expert_ffn", "moe_intermediate_size") if apart else ("intermediate_size",)
+    return {"experts": EXPERTS, "top_k": ("top_k", "num_experts_per_tok"), "expert_ffn": width, "ffn": shared}
+
+
+EXPERTS = ("experts", "num_experts", "num_local_experts", "n_routed_experts")
 KEYS = {
     "layers": ("layers", "num_hidden_layers", "n_layer"),
     "d": ("d", "hidden_size", "n_embd"),
@@ -131,6 +170,10 @@ class Term:
     operations: float
     bytes: float
     binds: str
+
+    def times(self, n: int) -> Term:
+        """n such parts."""
+        return Term(self.name, n * self.seconds, n * self.operations, n * self.bytes, self.binds)
 
 
 @dataclass
@@ -234,11 +277,12 @@ def cost(
                 policy.recipe(stage, f"blocks.{block}.{m.name}") if block < m.count - _kept(policy, m.count) else None
             )
             recipe = recipe or policies.get("bf16").pretrain
-            for op in of_layer(recipe, t, m.n, m.k, backward=not decode, weights_ready=decode):
+            met, tokens = m.spread(t)
+            for op in of_layer(recipe, tokens, m.n, m.k, backward=not decode, weights_ready=decode):
                 name = op.gemm if op.kind == "gemm" else f"quantize, {op.gemm}"
-                sums.setdefault(name, []).append(seconds(op, machine, efficiency))
-            weights += m.n * m.k * recipe.weight_bits / 8
-            saved += t * m.k * recipe.saved_activation_bits / 8
+                sums.setdefault(name, []).append(seconds(op, machine, efficiency).times(met))
+            weights += m.experts * m.n * m.k * recipe.weight_bits / 8
+            saved += t * m.chosen * m.k * recipe.saved_activation_bits / 8
     terms = [_sum(name, parts) for name, parts in sums.items()]
     terms += _rest(shape, t, machine, efficiency, decode)
     if decode:
@@ -250,7 +294,7 @@ def cost(
     if gpus > 1:
         sent = p * (2 + 2 + 2) * (gpus - 1) / gpus  # BF16 weights gathered twice, BF16 gradients scattered
         exchange = Term("exchange", sent / (machine.link * efficiency), 0.0, sent, "link")
-    layer = max(m.n * m.k for m in shape.matrices)
+    layer = max(m.experts * m.n * m.k for m in shape.matrices)
     memory = {
         "weights and moments, fp32": 12 * share,
         "gradients, fp32": 4 * share,
@@ -303,7 +347,7 @@ def _rest(shape: Shape, t: int, machine: Machine, efficiency: float, decode: boo
     head_bytes = passes * (shape.d * shape.vocab * 2.0 + t * shape.vocab * 2.0)
     head_spent = max(head / rate, head_bytes / (machine.bandwidth * efficiency))
     # An element of a residual: 2 norms read and write it, 2 sums read two and write one; SwiGLU reads 2 ffn, writes 1.
-    pointwise = passes * shape.layers * t * (20.0 * shape.d + 6.0 * shape.ffn)
+    pointwise = passes * shape.layers * t * (20.0 * shape.d + 6.0 * (shape.ffn + shape.top_k * shape.expert_ffn))
     return [
         Term("attention", spent, attention, traffic, binds),
         Term("head", head_spent, head, head_bytes, "tensor cores" if head / rate >= head_spent else "memory"),

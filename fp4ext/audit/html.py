@@ -290,6 +290,7 @@ def _mean(values) -> float:
 def _number(value: float, form: str, bad: bool = False) -> tuple:
     if isinstance(value, float) and not math.isfinite(value):
         return "–", 1e300, False
+    form = ".2e" if abs(value) >= 1e5 else form
     return format(value, form).replace("-", "−"), value, bad
 
 

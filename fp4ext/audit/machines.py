@@ -40,56 +40,54 @@ class Machine:
         raise KeyError(fmt)
 
 
-WIDER = {
-    "nvfp4": ("nvfp4", "mxfp8", "bf16"),
-    "mxfp4": ("nvfp4", "mxfp8", "bf16"),
-    "mxfp8": ("mxfp8", "bf16"),
-    "mxfp8_e5m2": ("mxfp8", "bf16"),
-    "bf16": ("bf16",),
-}
+_MX8 = ("mxfp8", "bf16")
+_FP4 = ("nvfp4", *_MX8)
+WIDER = {"nvfp4": _FP4, "mxfp4": _FP4, "mxfp8": _MX8, "mxfp8_e5m2": _MX8, "bf16": ("bf16",)}
 P, T, G = 1e15, 1e12, 1e9
 
-# vector: SMs · 128 lanes · boost clock.
+# name: (PFLOP/s of nvfp4, mxfp8, bf16), (TB/s, GB) of memory, GB/s of the link, (SMs, GHz at boost), source.
+_SHEETS = {
+    "gb300": (
+        {"nvfp4": 15, "mxfp8": 5, "bf16": 2.5},
+        (8, 288),
+        100,
+        (160, 1.9),
+        "Blackwell Ultra data sheet; the link is one 800 Gb/s port a GPU, between racks",
+    ),
+    "b200": (
+        {"nvfp4": 9, "mxfp8": 4.5, "bf16": 2.25},
+        (7.7, 180),
+        50,
+        (148, 1.85),
+        "Blackwell data sheet (HGX); the link is one 400 Gb/s port a GPU",
+    ),
+    "h200": (
+        {"bf16": 0.989},
+        (4.8, 141),
+        50,
+        (132, 1.98),
+        "Hopper data sheet; no block-scaled products: 4-bit and MXFP8 operands are multiplied in BF16",
+    ),
+    "rtx5090": (
+        {"nvfp4": 1.676, "mxfp8": 0.419, "bf16": 0.2095},
+        (1.792, 32),
+        32,
+        (170, 2.41),
+        "Blackwell RTX data sheet, fp32 accumulation; the link is PCIe 5 ×16, half of it usable",
+    ),
+}
+LANES = 128  # fp32 lanes of an SM
 MACHINES = {
-    m.name: m
-    for m in (
-        Machine(
-            "gb300",
-            {"nvfp4": 15 * P, "mxfp8": 5 * P, "bf16": 2.5 * P},
-            bandwidth=8 * T,
-            memory=288 * G,
-            link=100 * G,
-            vector=160 * 128 * 1.9 * G,
-            note="Blackwell Ultra data sheet; the link is one 800 Gb/s port a GPU, between racks",
-        ),
-        Machine(
-            "b200",
-            {"nvfp4": 9 * P, "mxfp8": 4.5 * P, "bf16": 2.25 * P},
-            bandwidth=7.7 * T,
-            memory=180 * G,
-            link=50 * G,
-            vector=148 * 128 * 1.85 * G,
-            note="Blackwell data sheet (HGX); the link is one 400 Gb/s port a GPU",
-        ),
-        Machine(
-            "h200",
-            {"bf16": 0.989 * P},
-            bandwidth=4.8 * T,
-            memory=141 * G,
-            link=50 * G,
-            vector=132 * 128 * 1.98 * G,
-            note="Hopper data sheet; no block-scaled products: 4-bit and MXFP8 operands are multiplied in BF16",
-        ),
-        Machine(
-            "rtx5090",
-            {"nvfp4": 1.676 * P, "mxfp8": 0.419 * P, "bf16": 0.2095 * P},
-            bandwidth=1.792 * T,
-            memory=32 * G,
-            link=32 * G,
-            vector=170 * 128 * 2.41 * G,
-            note="Blackwell RTX data sheet, fp32 accumulation; the link is PCIe 5 ×16, half of it usable",
-        ),
+    name: Machine(
+        name,
+        {fmt: rate * P for fmt, rate in rates.items()},
+        bandwidth=memory[0] * T,
+        memory=memory[1] * G,
+        link=link * G,
+        vector=chip[0] * LANES * chip[1] * G,
+        note=note,
     )
+    for name, (rates, memory, link, chip, note) in _SHEETS.items()
 }
 
 

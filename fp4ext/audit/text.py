@@ -41,7 +41,7 @@ def print_report(report: Report, console: Console, most: int = 12) -> None:
     groups = report.grouped
     for group in groups[:most]:
         f = group[0]
-        where = f"{f.module} and {len(group) - 1} more layers" if len(group) > 1 else f.module
+        where = f"{f.module} and {len(group) - 1} more" if len(group) > 1 else f.module
         console.print(f"[red]{f.kind}[/] {f.policy}: {where}, {f.gemm} {f.what}: {f.text}")
     if len(groups) > most:
         console.print(f"… and {len(groups) - most} more, in the report")

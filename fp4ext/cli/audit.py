@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from .arguments import count, number, numbers, share
@@ -81,6 +82,8 @@ def run_audit(args) -> int:
     named = [policies.get(name.strip()) for name in args.policies.split(",")] if args.policies else own
     machine = _machine(args.machine, console)
     out = Path(args.out) if args.out else (folder / "audit" if (folder / "checkpoints").is_dir() else _dated("audit"))
+    with _written_to(out):
+        out.mkdir(parents=True, exist_ok=True)
     with _progress(console) as progress:
         report = audit.audit(model, batches, named, draws=args.draws, tokens=args.tokens, progress=progress)
         report.facts |= facts
@@ -97,20 +100,26 @@ def run_audit(args) -> int:
     words = ["python -m fp4ext audit", shlex.quote(args.model), f"--goal {args.goal}", f"--machine {args.machine}"]
     words += [f"--policies {args.policies}"] if args.policies else []
     page = html.render(report, f"Audit of {folder.name}", " ".join(words), proposal)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with _written_to(out):
         (out / "report.html").write_text(page)
         (out / "report.json").write_text(json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n")
         (out / "advice.toml").write_text(proposal.text())
         (out / "advice.json").write_text(proposal.text("json"))
-    except OSError as error:
-        raise _refused(
-            f"--out {out}: cannot be written ({error.strerror}); accepted: a directory to write to"
-        ) from None
     text.print_report(report, console)
     text.print_advice(proposal, console)
     console.print(f"report: {out / 'report.html'}\nadvice: {out / 'advice.toml'}", highlight=False, soft_wrap=True)
     return 0
+
+
+@contextmanager
+def _written_to(out: Path):
+    """What is done to the report's folder, or one line why not."""
+    try:
+        yield
+    except OSError as error:
+        raise _refused(
+            f"--out {out}: cannot be written ({error.strerror}); accepted: a directory to write to"
+        ) from None
 
 
 def add_cost(commands) -> None:
@@ -234,8 +243,6 @@ def _machine(name: str, console):
 
 def _progress(console):
     """A context that gives progress(what, done, of): a bar on a terminal, a line every ten seconds elsewhere."""
-    from contextlib import contextmanager
-
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     @contextmanager

@@ -36,7 +36,7 @@ white-space:pre-wrap;overflow-wrap:anywhere}
 th[aria-sort]{cursor:pointer}th[aria-sort]:focus-visible{outline:2px solid var(--hue-1)}
 th[aria-sort=ascending]::after{content:" ↑"}th[aria-sort=descending]::after{content:" ↓"}
 td.said,th.said{text-align:left;max-width:46ch}.sortable td:first-child{white-space:nowrap}
-.dense{font-size:14px}.dense th,.dense td{padding:6px 4px}.dense td.long{overflow-wrap:anywhere}
+.dense{font-size:14px}.dense th,.dense td{padding:6px 4px}
 .bad{color:var(--hue-5);font-weight:600}
 @media (max-width:640px){
 main{padding:20px 14px 48px}h1{font-size:23px}figure{padding:10px 8px}
@@ -47,7 +47,8 @@ gap:2px 20px;padding:12px 0;border-bottom:1px solid var(--rule)}
 .rows td{display:flex;justify-content:space-between;gap:8px;padding:0;border:0}
 .rows td::before{content:attr(data-label);color:var(--soft);font-size:13px}
 .rows td.said,.rows td.long{grid-column:1/3}.rows td.said span{flex:1}.rows td::before{text-align:left}
-.rows td:first-child{grid-column:1/3;font-weight:600;justify-content:start;align-items:center}
+.rows td:first-child{grid-column:1/3;font-weight:600;justify-content:start;align-items:center;
+white-space:normal;overflow-wrap:anywhere}
 .rows td:first-child::before{display:none}.rows td:first-child .dot{margin-right:0}}
 """
 
@@ -114,7 +115,8 @@ def table(headings: list[tuple[str, str]], rows: list[list], dots: list[int] | N
             label = f"{name}, {unit}" if unit else name
             sort = "" if value is None else f' data-value="{value!r}"'
             mark = dot(dots[i]) if dots and j == 0 else ""
-            shown = f"<span{' class=bad' if bad else ''}>{escape(_text(cell))}</span>"
+            text = escape(_text(cell)).replace("/", "/<wbr>")  # a long name breaks there
+            shown = f"<span{' class=bad' if bad else ''}>{text}</span>"
             cells.append(f'<td class="{kinds[j]}" data-label="{escape(label)}"{sort}>{mark}{shown}</td>')
         body.append(f"<tr>{''.join(cells)}</tr>")
     inside = f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"

@@ -122,6 +122,46 @@ def test_shapes_from_files(tmp_path):
         Shape.read(tmp_path / "none")
 
 
+MIXTURE = Shape(
+    "30b", layers=48, d=2048, heads=32, kv_heads=4, head_dim=128, ffn=0, context=8192, vocab=151936,
+    experts=128, top_k=8, expert_ffn=768,
+)  # fmt: skip
+
+
+def test_a_mixture(tmp_path):
+    """30 B parameters, of which a token meets 3 B: its products cost as much as those of a dense model of 3 B."""
+    machine = machines.get("gb300")
+    assert MIXTURE.parameters == pytest.approx(30.5e9, rel=0.01)
+    found = cost(MIXTURE, "bf16", machine, gpus=64, batch_tokens=4 << 20)
+    met = sum(m.n * m.k * m.count * m.chosen for m in MIXTURE.matrices)
+    products = sum(t.operations for t in found.terms if t.name in ("fprop", "dgrad", "wgrad"))
+    assert met < 3.2e9 and products == pytest.approx(6 * met * (4 << 20) / 64, rel=1e-3)
+    assert found.memory["weights and moments, fp32"] == 12 * MIXTURE.parameters / 64
+    few, many = (cost(MIXTURE, "end_to_end", machine, batch_tokens=t, stage="rl_sampler") for t in (1, 512))
+    read = {c.tokens: next(t.bytes for t in c.terms if t.name == "fprop") for c in (few, many)}
+    assert read[1] == pytest.approx(met * 4.5 / 8, rel=0.02)  # a token alone reads the experts it meets
+    assert MIXTURE.linear_parameters * 4.5 / 8 < read[512] < 1.3 * MIXTURE.linear_parameters * 4.5 / 8
+    run = {
+        "preset": {"name": "moe", "shape": {"layers": 2, "d": 64, "heads": 2, "ffn": 32, "context": 64, "vocab": 256}}
+    }
+    run["preset"]["shape"] |= {"experts": 4, "top_k": 2, "expert_ffn": 48}
+    others = {
+        "run": ({"run": run}, (32, 4, 2, 48)),
+        "mixtral": ({"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96}, (0, 8, 2, 96)),
+        "qwen": (
+            {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 9, "moe_intermediate_size": 32}
+            | {"shared_expert_intermediate_size": 64},
+            (64, 8, 2, 32),
+        ),
+    }
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
+    sizes |= {"max_position_embeddings": 64, "vocab_size": 256}
+    for config, wanted in others.values():
+        (tmp_path / "config.json").write_text(json.dumps(config if "run" in config else sizes | config))
+        shape = Shape.read(tmp_path)
+        assert (shape.ffn, shape.experts, shape.top_k, shape.expert_ffn) == wanted
+
+
 def test_what_cannot_be_priced_is_refused():
     with pytest.raises(ValueError, match="unknown machine 'tpu'; accepted: gb300"):
         machines.get("tpu")

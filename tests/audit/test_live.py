@@ -42,6 +42,10 @@ def test_a_run_keeps_its_bits_and_gains_lines(text, tmp_path):
     assert "--stats 2" in json.loads((tmp_path / "watched" / "config.json").read_text())["command"]
     tags = {tag for tag, _ in run.scalars({"stats": stats})}
     assert "stats/blocks.0.mlp.down/dy/amax" in tags and not any("histogram" in tag for tag in tags)
+    from tensorboard.backend.event_processing import event_accumulator as reader
+
+    events = reader.EventAccumulator(str(tmp_path / "watched" / "tensorboard" / "end_to_end")).Reload()
+    assert [e.step for e in events.Scalars("stats/blocks.0.mlp.down/dy/underflow")] == [1, 3, 5]
     assert resume(tmp_path / "watched", asked={"stats": 2}).finished
 
 
@@ -108,6 +112,36 @@ def test_oscillating_weights():
     assert live.oscillating(flipping) == 0.25 and live.oscillating([still] * 8) == 0 == live.oscillating(flipping[:5])
     rising = [torch.full((1, 2), code, dtype=torch.uint8) for code in range(8)]
     assert live.oscillating(rising) == 0
+
+
+def test_each_kind_of_warning_says_what_to_do():
+    counts = {"non_finite": 0.0, "underflow": 0.0, "saturation": 0.0, "oscillating": 0.0}
+    kinds = {
+        "non_finite": (0.001, "are not finite; lower the learning rate"),
+        "underflow": (0.02, "underflow to zero; try outer='row', or MXFP8 there"),
+        "saturation": (0.2, "saturate; use a scale rule that rounds up"),
+        "oscillating": (0.06, "flip between two codes; lower the learning rate"),
+    }
+    for what, (share, words) in kinds.items():
+        (said,) = live.warnings_of({"a": {"w": counts | {what: share}}, "b": {"w": counts}}, 7)
+        assert said.startswith(f"step 7, a, w: {share:.1%} of the ") and words in said
+    (said,) = live.warnings_of({"a": {"w": counts, "ratio": 1.5}, "b": {"w": counts, "ratio": 1.8}}, 7)
+    assert said.startswith("step 7: ") and "(under √3) in 1 of 2 layers, most in a (1.50)" in said
+
+
+def test_weights_that_swing_are_warned_of():
+    """A run whose weights go back and forth over a midpoint of the grid, as they do at the end of one."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    fp4ext.convert(model, "end_to_end")
+    monitor, w = Monitor(model, every=1), model[0].weight.detach().clone()
+    for n in range(live.WINDOW + 1):
+        with torch.no_grad():
+            model[0].weight.copy_(w * (1 + 0.05 * (-1) ** n * torch.sign(torch.randn(64, 64))))
+            model[0].weight[:, :1] = 1.0  # the scales stay
+        with monitor.watch(n):
+            model(torch.randn(32, 64))
+        assert any("flip between two codes" in said for said in monitor.line["warnings"]) == (n >= live.WINDOW - 1)
 
 
 def test_other_steps_cost_nothing():
