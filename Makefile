@@ -62,15 +62,20 @@ test-cuda-build:  ## build FP4EXT_CUDA=ON against a CUDA build of torch (a downl
 	test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
 	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check "$(CUDA_TORCH)" pybind11 cmake ninja numpy safetensors rich matplotlib pytest hypothesis ml_dtypes
 	.venv-cuda/bin/python -c 'import torch; assert torch.version.cuda, "this torch is a CPU build: give CUDA_TORCH"; print(torch.__version__, torch.version.cuda)'
-	$(MAKE) build/cuda/package GPU_PYTHON=$(abspath .venv-cuda/bin/python) GPU_DEVICES=90
-	PYTHONPATH=$(abspath build/cuda/package) .venv-cuda/bin/python -c 'import fp4ext; [print(name, "-", what) for name, what in fp4ext.backends().items()]; assert "built, but torch finds no CUDA device" in str(fp4ext.backends()) or __import__("torch").cuda.is_available()'
-	PYTHONPATH=$(abspath build/cuda/package) .venv-cuda/bin/python -m pytest -m "not slow" tests/ops tests/test_ops.py tests/test_backends.py tests/test_cublas.py tests/test_gemm.py tests/test_quantize.py
+	$(MAKE) test-cuda-built GPU_PYTHON=$(abspath .venv-cuda/bin/python) GPU_DEVICES=90
+.PHONY: test-cuda-built
+test-cuda-built: build/cuda/package
+	$(IN_PACKAGE) import fp4ext; [print(name, "-", what) for name, what in fp4ext.backends().items()]; assert fp4ext._C.cuda_rooms and "not built" not in str(fp4ext.backends())'
+	$(IN_PACKAGE) $(PYTEST)' -m "not slow" tests/ops tests/test_ops.py tests/test_backends.py tests/test_cublas.py tests/test_gemm.py tests/test_quantize.py
 
 # Where a GPU is: GPU_PYTHON has a CUDA build of torch, and pybind11, cmake, ninja, pytest, hypothesis.
 # Compiled for the devices that are here alone.
 GPU_PYTHON ?= $(PYTHON)
 GPU_DEVICES ?= $(shell $(GPU_PYTHON) -c 'import torch; print(*sorted({"%d%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}), sep=";")' 2>/dev/null)
 GPU_CMAKE_ARGS ?=
+# Python would take the fp4ext of this folder first, which is not what was built.
+IN_PACKAGE = $(GPU_PYTHON) -c 'import sys; sys.path[0] = "$(abspath build/cuda/package)";
+PYTEST = import pytest; sys.exit(pytest.main(sys.argv[1:]))
 .PHONY: build/cuda/package
 build/cuda/package:
 	PATH="$$PATH:$$(dirname "$$(command -v $(GPU_PYTHON))")" $(GPU_PYTHON) -m cmake -S . -B build/cuda -G Ninja -DFP4EXT_CUDA=ON -DFP4EXT_DEVICES="$(GPU_DEVICES)" -DPython_EXECUTABLE=$(GPU_PYTHON) -DCMAKE_BUILD_TYPE=Release $(GPU_CMAKE_ARGS)
@@ -78,11 +83,12 @@ build/cuda/package:
 	rm -rf $@ && mkdir -p $@ && cp -r fp4ext $@/ && rm -f $@/fp4ext/_C*.so
 	cp build/cuda/_C*.so $@/fp4ext/
 
-SANITIZE = compute-sanitizer --error-exitcode 1 $(GPU_PYTHON)
+SANITIZE = compute-sanitizer --error-exitcode 1
 test-gpu: build/cuda/package  ## on a machine with a GPU: bytes, bounds, invariance, graphs, repeats; compute-sanitizer where it works
-	PYTHONPATH=$(abspath build/cuda/package) $(GPU_PYTHON) -m pytest tests/gpu
-	if $(SANITIZE) -c 'import torch; torch.zeros(1, device="cuda")' > /dev/null 2>&1; then \
-	  PYTHONPATH=$(abspath build/cuda/package) $(SANITIZE) -m pytest tests/gpu -k "sanitized"; \
+	$(IN_PACKAGE) import torch, fp4ext; assert torch.cuda.is_available() and fp4ext._C.cuda_rooms, fp4ext.backends()'
+	$(IN_PACKAGE) $(PYTEST)' tests/gpu
+	if $(SANITIZE) $(GPU_PYTHON) -c 'import torch; torch.zeros(1, device="cuda")' > /dev/null 2>&1; then \
+	  $(SANITIZE) $(IN_PACKAGE) $(PYTEST)' tests/gpu -k sanitized; \
 	else echo "compute-sanitizer is not here, or does not work with this driver: that check was left out"; fi
 
 bench-gpu: build/cuda/package  ## on a machine with a GPU: bandwidth and speed, rows to bench_out/gpu.jsonl

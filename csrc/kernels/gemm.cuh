@@ -41,7 +41,7 @@ __device__ inline Rows rows_of_tile(const GemmArgs& a, int tile, int size) {
   return {0, 0, 0};
 }
 // At least as many tiles as there are, whatever the offsets.
-inline int64_t most_tiles(const GemmArgs& a, int size) {
+__host__ __device__ inline int64_t most_tiles(const GemmArgs& a, int size) {
   const int64_t tiles = (a.x.rows + size - 1) / size;
   return a.over_tokens ? tiles * a.experts : tiles + (a.offsets ? a.experts : 0);
 }
@@ -139,9 +139,9 @@ __device__ inline void write(const GemmArgs& a, const Rows& rows, int64_t n0, co
   }
 }
 
-// What rows of nobody get.
-__device__ inline void write_zeros(const GemmArgs& a, const Rows& rows, int64_t n0) {
-  for (int64_t i = threadIdx.x; i < (rows.end - rows.begin) * kTile; i += blockDim.x)
+// What rows of nobody get, by the first `threads` of the block.
+__device__ inline void write_zeros(const GemmArgs& a, const Rows& rows, int64_t n0, int threads) {
+  for (int64_t i = threadIdx.x; i < (rows.end - rows.begin) * kTile; i += threads)
     if (n0 + i % kTile < a.w.rows) store(a, (rows.begin + i / kTile) * a.w.rows + n0 + i % kTile, 0.0f);
 }
 

@@ -1,7 +1,10 @@
 #include "self_test.h"
 
 #include <cstring>
+#include <numeric>
 #include <vector>
+
+#include "device.h"
 
 namespace fp4ext::kernels {
 namespace {
@@ -88,9 +91,13 @@ std::string try_one(Gemm native, bool nvfp4, int64_t m, int64_t n, int64_t k, co
 }  // namespace
 
 std::string self_test(Gemm native) {
+  // A tile an expert, three for a block of a persistent grid.
+  std::vector<int32_t> ends(2 * multiprocessors() + 1);
+  std::iota(ends.begin(), ends.end(), 1);
   for (const bool nvfp4 : {true, false}) {
     std::string why = try_one(native, nvfp4, 130, 40, nvfp4 ? 1280 : 640, {});  // more steps than a ring has stages
     if (why.empty()) why = try_one(native, nvfp4, 50, 24, nvfp4 ? 192 : 128, {0, 17, 17, 48});
+    if (why.empty()) why = try_one(native, nvfp4, static_cast<int64_t>(ends.size()), 8, nvfp4 ? 256 : 128, ends);
     if (!why.empty()) return why;
   }
   return "";

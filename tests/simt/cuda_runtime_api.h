@@ -68,7 +68,7 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 // The runtime's calls. Device memory is the host's; the device is whatever the test says.
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor, cudaDevAttrMultiProcessorCount };
 inline cudaError_t cudaMalloc(void** p, size_t bytes) {
   *p = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return *p ? cudaSuccess : cudaErrorInvalidValue;
@@ -81,9 +81,14 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemc
   if (bytes) std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = simt::options().device;
+  return cudaSuccess;
+}
+// Three multiprocessors: few, so that a persistent grid has blocks with several tiles.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   const int sm = simt::options().devices[device];
-  *value = attribute == cudaDevAttrComputeCapabilityMajor ? sm / 10 : sm % 10;
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : attribute == cudaDevAttrComputeCapabilityMajor ? sm / 10 : sm % 10;
   return cudaSuccess;
 }
 inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {

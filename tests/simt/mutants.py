@@ -30,6 +30,7 @@ from .test_attention import qkv, test_in_turns, test_underflow_keeps_the_sign_of
 from .test_experts import KEYS as EXPERTS
 from .test_experts import test_equal_the_cpu, test_the_rotation_of_each_expert_has_its_own_length
 from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
+from .test_gemm_native import test_many_tiles
 
 KERNELS = CSRC / "kernels"
 PATIENCE = 300  # seconds for the checks of one mutant; they take a few
@@ -116,7 +117,8 @@ def sm120(machine):
 
 def sm100(machine):
     multiply(machine, "sm100", "nvfp4", "mxfp8")
-    grouped(machine, "sm100")
+    for asynchronous in machine.MODES:
+        test_many_tiles(machine, "sm100", "nvfp4", asynchronous)
 
 
 def attention(machine):
@@ -237,17 +239,21 @@ MUTANTS = [
     ("the copy and the load differ in their key", "sm120/gemm_native.cu", "copy_async<16>(piece_of<Format>(tile, row, piece),", "copy_async<16>(piece_of<Format>(tile, row ^ 2, piece) + ((row & 2) - (~row & 2)) * Format::kRow,", sm120),
     ("the scales of the first mma for all", "sm120/gemm_native.cu", "const int byte = i * Format::kScalesPerMma;", "const int byte = 0;", sm120),
     # sm100
-    ("stages share their scale columns", "sm100/gemm_native.cu", "sums + kScales + s * 2 * kColumns<Format>", "sums + kScales", sm100),
+    ("stages share their scale columns", "sm100/gemm_native.cu", "sums + kScales + stage.at * 2 * kColumns<Format>", "sums + kScales", sm100),
     ("full arrives before the copies land", "sm100/gemm_native.cu", "wait_copies<kAhead>();", "", sm100),
-    ("nobody waits for a stage to be empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + i % kStages, (i / kStages & 1) ^ 1);", "", sm100),
-    ("the wrong parity", "sm100/gemm_native.cu", "mbarrier_wait(full + s, i / kStages & 1);", "mbarrier_wait(full + s, (i / kStages & 1) ^ 1);", sm100),
-    ("sums are read before they are done", "sm100/gemm_native.cu", "mbarrier_wait(done, 0);", "", sm100),
-    ("the sums start from what was there", "sm100/gemm_native.cu", "i > 0 || j > 0", "true", sm100),
+    ("nobody waits for a stage to be empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + stage.at, stage.parity ^ 1);\n        copy_scales", "copy_scales", sm100),
+    ("the wrong parity", "sm100/gemm_native.cu", "mbarrier_wait(full + stage.at, stage.parity);", "mbarrier_wait(full + stage.at, stage.parity ^ 1);", sm100),
+    ("sums are read before they are done", "sm100/gemm_native.cu", "mbarrier_wait(summed + b, parity);", "", sm100),
+    ("the sums start from what was there", "sm100/gemm_native.cu", "k > 0 || j > 0", "true", sm100),
+    ("sums are overwritten before they are read", "sm100/gemm_native.cu", "mbarrier_wait(written + b, parity ^ 1);", "", sm100),
+    ("neighbouring tiles share their sums", "sm100/gemm_native.cu", "sums + b * kTile, x + 2 * j", "sums, x + 2 * j", sm100),
+    ("the ring starts anew at each tile", "sm100/gemm_native.cu", "      for (int k = 0; k < steps; ++k, ++i) {\n        const Stage<Format> stage(memory, i);\n        mbarrier_wait(full", "      for (int k = 0; k < steps; ++k, ++i) {\n        const Stage<Format> stage(memory, k);\n        mbarrier_wait(full", sm100),
+    ("the last steps never arrive", "sm100/gemm_native.cu", "i + kAhead; i < end", "i + kAhead; i + 1 < end", sm100),
     ("K advances by half", "sm100/gemm_native.cu", "x + 2 * j, w + 2 * j", "x + j, w + j", sm100),
     ("a warp reads another's lanes", "sm100/gemm_native.cu", "(static_cast<uint32_t>(warp * 32) << 16)", "(static_cast<uint32_t>(warp / 2 * 32) << 16)", sm100),
     ("too few arrivals", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders + 1);", "mbarrier_init(full + s, kLoaders + 2);", sm100),
-    ("codes are copied into a stage that is not empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + s, (i / kStages & 1) ^ 1);", "", sm100),
-    ("half of the bytes are waited for", "sm100/gemm_native.cu", "mbarrier_expect(full + s, 2 * kTileBytes);", "mbarrier_expect(full + s, kTileBytes);", sm100),
+    ("codes are copied into a stage that is not empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + stage.at, stage.parity ^ 1);\n        mbarrier_expect", "mbarrier_expect", sm100),
+    ("half of the bytes are waited for", "sm100/gemm_native.cu", "mbarrier_expect(full + stage.at, 2 * kTileBytes);", "mbarrier_expect(full + stage.at, kTileBytes);", sm100),
     ("nobody waits for the codes", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders + 1);", "mbarrier_init(full + s, kLoaders);", sm100),
     ("codes of the first expert for all", "sm100/gemm_native.cu", "static_cast<int>(rows.expert * a.w.rows + n0)", "static_cast<int>(n0)", sm100),
     ("the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", sm100),
@@ -259,7 +265,8 @@ MUTANTS = [
     ("self-test: scales in the wrong lanes", "sm120/gemm_native.cu", "(lane & 1) * 8 + lane / 4", "lane / 4", self_test_sm120),
     ("self-test: no barrier in the loop", "sm120/gemm_native.cu", "__syncthreads();  // the step", "// the step", self_test_sm120),
     ("self-test: the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", self_test_sm100),
-    ("self-test: stages share their scale columns", "sm100/gemm_native.cu", "sums + kScales + s * 2 * kColumns<Format>", "sums + kScales", self_test_sm100),
+    ("self-test: neighbouring tiles share their sums", "sm100/gemm_native.cu", "sums + b * kTile, x + 2 * j", "sums, x + 2 * j", self_test_sm100),
+    ("self-test: stages share their scale columns", "sm100/gemm_native.cu", "sums + kScales + stage.at * 2 * kColumns<Format>", "sums + kScales", self_test_sm100),
 ]  # fmt: skip
 
 

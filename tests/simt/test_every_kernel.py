@@ -77,11 +77,11 @@ def test_gemm_grouped(simt, kernel):
 @pytest.mark.parametrize("kernel", ["sm120", "sm100"])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 def test_gemm_native(simt, kernel, format):
-    x, w = operand(format, 5, 640, seed=1), operand(format, 2, 9, 640, seed=2)
-    y = test_gemm.gemm(simt, kernel, x, w, None, torch.tensor([2, 4], dtype=torch.int32))
-    test_gemm.check_bound(y[:2], x[:2], w[0])
-    test_gemm.check_bound(y[2:4], x[2:4], w[1])
-    assert not y[4:].any()
+    x, w = operand(format, 6, 640, seed=1), operand(format, 4, 9, 640, seed=2)
+    y = test_gemm.gemm(simt, kernel, x, w, None, torch.tensor([2, 3, 4, 5], dtype=torch.int32))
+    for e, rows in enumerate((slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5))):
+        test_gemm.check_bound(y[rows], x[rows], w[e])
+    assert not y[5:].any()
 
 
 @pytest.mark.parametrize("m, t, d", [(1, 260, 5), (34, 35, 33)], ids=str)

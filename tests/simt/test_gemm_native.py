@@ -46,6 +46,20 @@ def test_a_row_depends_on_itself_alone(simt, kernel, format):
 
 @pytest.mark.parametrize("kernel", NATIVE)
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("asynchronous", ["late", "early", "random"])
+def test_many_tiles(simt, kernel, format, asynchronous):
+    """More than a persistent grid has blocks (the machine has three multiprocessors): twelve experts of a row each, one
+    of none, rows of nobody between the products."""
+    ends = torch.tensor([1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11, 12], dtype=torch.int32)
+    k = 256 if format == "nvfp4" else 128
+    x, w = operand(format, 14, k, seed=3, integers=True), operand(format, len(ends), 8, k, seed=4, integers=True)
+    wanted = torch.ops.fp4ext.grouped_gemm(*x.parts, *w.parts, ends, "float32", "invariant", "cpu")
+    simt.configure(seed=5, asynchronous=asynchronous)
+    assert_bytes_equal(gemm(simt, kernel, x, w, None, ends), wanted, f"{kernel} {format}")
+
+
+@pytest.mark.parametrize("kernel", NATIVE)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 def test_grouped(simt, kernel, format, offsets):
     """Empty experts and rows of nobody (fault 8); each expert's rows as if it were alone."""

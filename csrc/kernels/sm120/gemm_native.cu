@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kGemmThreads) gemm_native_kernel(const __grid_
   const Rows rows = rows_of_tile(a, blockIdx.y, kTile);
   if (rows.begin >= rows.end) return;
   const int64_t n0 = static_cast<int64_t>(blockIdx.x) * kTile;
-  if (rows.expert == a.experts) return write_zeros(a, rows, n0);
+  if (rows.expert == a.experts) return write_zeros(a, rows, n0, kGemmThreads);
   const int w_count = static_cast<int>(a.w.rows - n0 < kTile ? a.w.rows - n0 : kTile), x_count = static_cast<int>(rows.end - rows.begin);
   const int steps = static_cast<int>((a.w.k_stored + Format::kStep - 1) / Format::kStep);
   const auto copy = [&](int step) {

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kGemmThreads) gemm_invariant_kernel(const Gemm
   const Rows rows = rows_of_tile(a, blockIdx.y, kTile);
   if (rows.begin >= rows.end) return;
   const int64_t n0 = static_cast<int64_t>(blockIdx.x) * kTile;
-  if (rows.expert == a.experts) return write_zeros(a, rows, n0);
+  if (rows.expert == a.experts) return write_zeros(a, rows, n0, kGemmThreads);
   const int row = threadIdx.x / 2, half = threadIdx.x % 2;
   const Span span = span_of(a, rows.expert);
   const Source w(a.w, (a.over_tokens ? 0 : rows.expert * a.w.rows) + n0 + row, n0 + row < a.w.rows, span.w, span.k);
