@@ -21,9 +21,9 @@ python -m fp4ext pretrain                    train a small transformer in BF16 a
 python -m fp4ext pretrain --help             its options, with examples
 python -m fp4ext rl                          reinforce it on a task: 4-bit sampler, trainer that agrees with it
 python -m fp4ext end-to-end                  both, then a 4-bit checkpoint, read back: the four stages in one command
-python -m fp4ext audit runs/demo              tell noise from drift in its model, and propose a policy
+python -m fp4ext audit runs/demo/pretrain    tell noise from drift in its model, and propose a policy
 python -m fp4ext cost --help                 what a run takes on a machine, and which term binds
-python -m fp4ext explain 3.2 --grid 3,4       what rounding does once, and a thousand times
+python -m fp4ext explain 3.2 --grid 3,4      what rounding does once, and a thousand times
 python -m fp4ext export runs/mine out        a run, or any BF16 checkpoint, as a 4-bit checkpoint that others read
 python -m fp4ext inspect out                 its layout, formats, bits, scales and faults
 python -m fp4ext convert-checkpoint out new --layout modelopt

@@ -17,13 +17,13 @@ saturation, outliers; name what is wrong; and propose a policy, every line of it
 
 AUDIT_EXAMPLES = """\
 examples:
-  python -m fp4ext audit runs/demo
-      the run's model and policies; writes report.html, report.json and advice.toml to runs/demo/audit
-  python -m fp4ext audit runs/demo --policies nvidia,end_to_end --goal bias --machine gb300
+  python -m fp4ext audit runs/demo/pretrain
+      the run's model and policies; writes report.html, report.json and advice.toml to runs/demo/pretrain/audit
+  python -m fp4ext audit runs/demo/pretrain --policies nvidia,end_to_end --goal bias --machine gb300
       other policies; time priced on a described machine
   python -m fp4ext audit models/llama --data book.txt
       a model folder of transformers (config.json and safetensors)
-  python -m fp4ext pretrain --policies bf16,runs/demo/audit/advice.toml
+  python -m fp4ext pretrain --policies bf16,runs/demo/pretrain/audit/advice.toml
       what to do with the advice
 """
 
@@ -31,7 +31,7 @@ COST_EXAMPLES = """\
 examples:
   python -m fp4ext cost --model config.json --tokens 10T --machine gb300 --gpus 4096
       time, arithmetic intensity and memory of a run, and which term binds
-  python -m fp4ext cost --model runs/demo --policy nvidia --machine h200
+  python -m fp4ext cost --model runs/demo/pretrain --policy nvidia --machine h200
   python -m fp4ext cost --model config.json --stage rl_sampler --batch 256
       decoding, 256 sequences side by side on one chip
 """

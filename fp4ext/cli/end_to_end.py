@@ -50,7 +50,7 @@ def add_end_to_end(commands) -> None:
     p.add_argument("--policy", metavar="NAME", help="the one that goes on, and its 4 bits (default: end_to_end)")
     p.add_argument("--arms", metavar="A,B,…", type=names, help="of RL; the first goes on (default: matched,mismatched)")
     p.add_argument("--steps", metavar="N", type=count, help="of pretraining (default: the preset's)")
-    p.add_argument("--rl-steps", metavar="N", type=count, help="of RL (default: 50)")
+    p.add_argument("--rl-steps", metavar="N", type=count, help="of RL (default: 100)")
     p.add_argument("--lr", metavar="X", type=rate, help="learning rate of RL (default: 5e-4)")
     p.add_argument("--prompts", metavar="N", type=count, help="of a step of RL (default: 32)")
     p.add_argument("--group", metavar="N", type=count, help="completions of each prompt (default: 8)")

@@ -14,6 +14,8 @@ from fp4ext.train import Refused, Shape, checkpoint, exported, presets
 from fp4ext.train.end_to_end import Config, Result, end_to_end, loop, resume
 from fp4ext.train.end_to_end.config import command
 from fp4ext.train.end_to_end.display import Lines, Stages
+from fp4ext.train.rl import Config as RlConfig
+from fp4ext.train.rl import reinforce
 from fp4ext.train.sampler import Request, Sampler
 
 from .conftest import MICRO, InterruptAt
@@ -269,5 +271,7 @@ def test_inkling2_goes_all_the_way(job, tmp_path):
     assert row.max_abs_d == 0 and result.exported.layout == "inkling2" and result.exported.formats == {"nvfp4": 4}
     assert result.reloaded.same and result.reloaded.tokens == 16 * 16 and "transformers" in result.reloaded.by
     assert 0 <= result.reloaded.sampler_equal <= 16 * 16
+    with pytest.raises(Refused, match="--kv-cache nvfp4: inkling2 is sampled without a cache; accepted: bf16"):
+        reinforce(RlConfig(source=str(result.out / "pretrain"), kv_cache="nvfp4"), tmp_path / "rl")
     names = list(Checkpoint(result.checkpoint))
     assert "model.llm.layers.0.mlp.experts.w13_weight" in names

@@ -43,7 +43,7 @@ class Config:
     policy: str = "end_to_end"
     arms: Sequence[str] = ("matched", "mismatched")
     steps: int | None = None
-    rl_steps: int = 50
+    rl_steps: int = 100
     lr: float = 5e-4
     prompts: int = 32
     group: int = 8

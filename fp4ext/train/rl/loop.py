@@ -121,6 +121,8 @@ def _with_task(config: Config, begin: Start | None) -> Config:
         tasks = ", ".join(task.TASKS)
         raise Refused(f"--from {begin.path}: pretrained on text, not on a task; accepted: --task {tasks} or FILE.py")
     if begin:
+        if begin.kind != "transformer" and config.kv_cache != "bf16":
+            raise Refused(f"--kv-cache {config.kv_cache}: {begin.kind} is sampled without a cache; accepted: bf16")
         check_fits(name, begin.shape.context, config.seed, f" by {begin.path}")
     return Config(**(config.as_dict() | {"task": name, "file": config.file}))
 
