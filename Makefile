@@ -31,8 +31,9 @@ $(READY): $(VENV)/.packages $(CORE)
 
 build: $(READY)  ## make .venv, install what is needed, build the extension
 
-demo: build  ## train the small model in BF16, MXFP8 and 4 bits side by side, and compare (about 8 minutes)
-	$(PY) -m fp4ext pretrain --policies bf16,mxfp8,nvidia,end_to_end --preset tiny --out runs/demo $(DEMO_ARGS)
+DEMO ?= runs/demo
+demo: build  ## the four stages on a small mixture of experts: pretrain (bf16, nvidia, end_to_end), reinforce, export, read back; again: goes on
+	$(PY) -m fp4ext end-to-end $(if $(wildcard $(DEMO)/config.json),--resume,$(DEMO_ARGS) --out) $(DEMO)
 
 test: build  ## the whole test suite
 	$(PY) -m pytest

@@ -20,14 +20,16 @@ from .linear import Linear
 from .policy import check_stage
 from .qtensor import QTensor
 from .quantize import quantize
-from .quantized import QuantizedExperts, QuantizedLinear
+from .quantized import QuantizedExperts, QuantizedLinear, QuantizedStacked
 from .spec import Spec
+from .stacked import Stacked, is_stacked
 
 
 def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     """A copy of the model, in eval mode and without gradients, whose converted layers are quantized.
 
-    fp4ext.Linear becomes QuantizedLinear, fp4ext.Experts QuantizedExperts. Layers whose recipe quantizes no weights in
+    fp4ext.Linear becomes QuantizedLinear, fp4ext.Experts QuantizedExperts, and converted experts of transformers hold
+    their stacks likewise. Layers whose recipe quantizes no weights in
     that stage are copied as they are. Hooks on a forward stay where they are.
 
     Raises:
@@ -37,7 +39,7 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     # deepcopy takes what is in the memo for a copy that it has made already, so master weights are never copied.
     memo = {}
     for module in model.modules():
-        if isinstance(module, (Linear, Experts)) and module.recipes[stage].fprop.w is not None:
+        if isinstance(module, (Linear, Experts, Stacked)) and module.recipes[stage].fprop.w is not None:
             recipe = module.recipes[stage]
             if recipe.needs_rng:
                 why = f"the recipe of stage {stage} is random ({recipe.fprop.w})"
@@ -74,13 +76,15 @@ def refit(packed: nn.Module, model: nn.Module) -> None:
                 t.copy_((theirs._parameters | theirs._buffers)[key])
 
 
-QUANTIZED = (QuantizedLinear, QuantizedExperts)
+QUANTIZED = (QuantizedLinear, QuantizedExperts, QuantizedStacked)
 HOOKS = [f"_forward_{kind}" for kind in ("hooks", "hooks_with_kwargs", "hooks_always_called")]
 HOOKS += [f"_forward_pre_{kind}" for kind in ("hooks", "hooks_with_kwargs")]
 
 
 @torch.no_grad()
-def _quantized(module: nn.Linear | Experts, x: Spec | None, w: Spec) -> QuantizedLinear | QuantizedExperts:
+def _quantized(module: nn.Module, x: Spec | None, w: Spec) -> nn.Module:
+    if is_stacked(module):
+        return QuantizedStacked.of(module, x, w)
     if isinstance(module, Experts):
         stacks = (grouped_quantize(t, w, role="w") for t in (module.gate_up_proj, module.down_proj))
         return QuantizedExperts(*stacks, x, w)

@@ -5,6 +5,8 @@ y [.., N] = gemm(Q(x), ŵ) + bias        4.5 bits a weight in NVFP4, no copy in 
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from .policy import Policy
 from .qtensor import QTensor
 from .quantize import quantize
 from .spec import Spec
+from .stacked import Stacked, mixed, names_of_stacks, plain_class, stack_of
 
 
 class QuantizedLinear(nn.Module):
@@ -134,19 +137,61 @@ class QuantizedExperts(nn.Module):
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        h = swiglu(self._product(x, self.gate_up_proj, offsets))
-        return self._product(h, self.down_proj, offsets)
-
-    def _product(self, x: Tensor, w: QTensor, offsets: Tensor) -> Tensor:
-        operand = x if self.x is None else grouped_quantize(x, self.x, offsets)
-        out = torch.float32 if x.dtype == torch.float16 else x.dtype
-        return grouped_gemm(operand, w, offsets, out).to(x.dtype)
+        h = swiglu(_grouped_product(x, self.x, self.gate_up_proj, offsets))
+        return _grouped_product(h, self.x, self.down_proj, offsets)
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape
         bits = 8 * sum(w.nbytes for w in self.weights) / (3 * experts * features * hidden or 1)
         size = f"{experts}, features={features}, hidden={hidden}"
         return f"{size}, {self.kinds['gate_up'][0]}, {bits:.2f} bits a weight, x={self.x}"
+
+
+class QuantizedStacked(Stacked):
+    """What is mixed into a class of experts of transformers that hold their stacks packed: as Stacked in the sampler's
+    stage. For inference: no gradient flows. `of` makes one.
+
+    Attributes:
+        x, w: as in QuantizedExperts.
+    """
+
+    @classmethod
+    def of(cls, module: nn.Module, x: Spec | None, w: Spec) -> nn.Module:
+        """Those of a converted or plain module, its biases, activation and norm copied."""
+        names = names_of_stacks(module)
+        packed = {name: grouped_quantize(stack_of(module, name), w, role="w") for name in names}
+        # deepcopy takes what is in the memo for a copy that it has made already: no stack is copied.
+        made = copy.deepcopy(module, {id(module._parameters[name]): None for name in names})
+        made.__class__ = mixed(cls, plain_class(module))
+        made.kinds = {name: (q.format, q.shape) for name, q in packed.items()}
+        made.weight_dtype, made.x, made.w = packed[names[0]].dtype, x, w
+        for name, q in packed.items():
+            _hold(made, f"{name}_", q)
+        return made
+
+    def held(self, name: str) -> QTensor:
+        """A stack [E, N, K], over the buffers' memory."""
+        return _held(self, f"{name}_", *self.kinds[name], self.weight_dtype)
+
+    @property
+    def weights(self) -> list[QTensor]:
+        """Both stacks."""
+        return [self.held(name) for name in self.stacks]
+
+    def product(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return _grouped_product(x, self.x, self.held(name), offsets)
+
+    def extra_repr(self) -> str:
+        bits = 8 * sum(w.nbytes for w in self.weights) / sum(w.shape.numel() for w in self.weights)
+        return f"{self.kinds['down_proj'][0]}, {bits:.2f} bits a weight, x={self.x}"
+
+
+def _grouped_product(x: Tensor, spec: Spec | None, w: QTensor, offsets: Tensor) -> Tensor:
+    operand = x if spec is None else grouped_quantize(x, spec, offsets)
+    out = torch.float32 if x.dtype == torch.float16 else x.dtype
+    return grouped_gemm(operand, w, offsets, out).to(x.dtype)
 
 
 def _hold(module: nn.Module, prefix: str, q: QTensor) -> None:

@@ -61,8 +61,7 @@ class Stacked:
 
     def stack(self, name: str) -> Tensor:
         """One of them as [E, N, K]."""
-        w = getattr(self, name)
-        return w.mT if self.is_transposed else w
+        return stack_of(self, name)
 
     def _biased(self, y: Tensor, name: str, chosen: Tensor) -> Tensor:
         return y + getattr(self, f"{name}_bias").index_select(0, chosen) if self.has_bias else y
@@ -72,7 +71,7 @@ class Stacked:
 
     def __reduce_ex__(self, protocol):
         """Copies and pickles: the class is made anew from the model's own."""
-        return _empty, (plain_class(self),), self.__dict__
+        return _empty, (self.MIXED, plain_class(self)), self.__dict__
 
 
 def is_stacked(module: nn.Module) -> bool:
@@ -99,10 +98,16 @@ def names_of_stacks(module: nn.Module) -> tuple[str, str]:
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
+def stack_of(module: nn.Module, name: str) -> Tensor:
+    """A stack of transformers' experts, converted or not, as [E, N, K]."""
+    w = getattr(module, name)
+    return w.mT if module.is_transposed else w
+
+
 def swap(module: nn.Module) -> None:
     """Give stacked experts the class that quantizes. Their policy is set next."""
     if not isinstance(module, Stacked):
-        module.__class__ = _class(type(module))
+        module.__class__ = mixed(Stacked, type(module))
 
 
 def restore(module: nn.Module) -> None:
@@ -114,16 +119,18 @@ def restore(module: nn.Module) -> None:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of the model's own."""
-    return type(module).__mro__[2] if isinstance(module, Stacked) else type(module)
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, Stacked))
 
 
 @functools.cache
-def _class(plain: type[nn.Module]) -> type[nn.Module]:
-    return type(plain.__name__, (Stacked, plain), {"__module__": plain.__module__, "__doc__": Stacked.__doc__})
+def mixed(mixin: type, plain: type[nn.Module]) -> type[nn.Module]:
+    """The class of a model's own experts with the mixin before it."""
+    more = {"__module__": plain.__module__, "__doc__": mixin.__doc__, "MIXED": mixin}
+    return type(plain.__name__, (mixin, plain), more)
 
 
-def _empty(plain: type[nn.Module]) -> nn.Module:
-    made = _class(plain)
+def _empty(mixin: type, plain: type[nn.Module]) -> nn.Module:
+    made = mixed(mixin, plain)
     return made.__new__(made)
 
 

@@ -114,3 +114,16 @@ def test_packed_experts_are_small():
     assert sum(w.nbytes for w in packed.weights) == weights * 9 // 16 + 2 * 5 * 4
     assert not list(packed.parameters()) and "4.51 bits" in repr(packed)
     assert type(fp4ext.pack(Mixture("bf16")).experts) is fp4ext.Experts
+
+
+def test_hooks_stay_where_they_are():
+    """A packed layer's forward is seen, and changed, as the layer's own was."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 32))
+    fp4ext.convert(model, "end_to_end")
+    seen = []
+    model[0].register_forward_pre_hook(lambda module, given: seen.append(type(module).__name__))
+    model[1].register_forward_hook(lambda module, given, y: y + 1)
+    x = generate("gaussian", 4, 64)
+    with fp4ext.stage("rl_sampler"), torch.no_grad():
+        assert_bytes_equal(fp4ext.pack(model)(x), model(x))
+    assert seen == ["QuantizedLinear", "Linear"]

@@ -283,3 +283,35 @@ def test_bits():
     fp4ext.set_step(m, 3)
     assert not m.recipes["pretrain"].fprop.x
     assert repr(m).startswith("GptOssExperts(") and "policy=mxfp8" in repr(m)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *ALONE])
+def test_packed_experts_are_the_samplers(name):
+    """pack holds both stacks as codes and gives the sampler's bits, under autocast too; refit follows the weights, also
+    plain ones; copies and pickles stay packed."""
+    m = experts(name)
+    fp4ext.convert(m, "end_to_end")
+    x, chosen, weights = (t.detach() for t in given(m))
+
+    def both(packed, wanted):
+        for autocast in (False, True):
+            with fp4ext.stage("rl_sampler"), torch.no_grad(), torch.autocast("cpu", torch.bfloat16, autocast):
+                assert_bytes_equal(packed(x, chosen, weights), wanted(x, chosen, weights), name)
+
+    packed = fp4ext.pack(m)
+    both(packed, m)
+    assert isinstance(packed, type(m).__mro__[2]) and not any(p.dim() == 3 for p in packed.parameters())
+    held = fp4ext.packed_weights(packed)
+    assert [8 * w.nbytes / w.shape.numel() < 4.7 for w in held] == [True, True] and "bits a weight" in repr(packed)
+    assert [p.shape for p in m.parameters() if p.dim() == 3]  # the model keeps its own
+    with torch.no_grad():
+        for p in m.parameters():
+            p.mul_(1.5).add_(0.01)
+    places = [b.data_ptr() for b in packed.buffers()]
+    again = copy.deepcopy(m)
+    fp4ext.revert(again)
+    fp4ext.refit(packed, again)
+    assert places == [b.data_ptr() for b in packed.buffers()]
+    both(packed, m)
+    both(copy.deepcopy(packed), m)
+    both(pickle.loads(pickle.dumps(packed)), m)

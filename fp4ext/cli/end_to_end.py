@@ -46,11 +46,11 @@ def add_end_to_end(commands) -> None:
         "--model", metavar="NAME", dest="preset", help=f"instead, transformers' own model, small: {', '.join(theirs)}"
     )
     p.add_argument("--task", metavar="NAME", help="arithmetic, or FILE.py (default: arithmetic)")
-    p.add_argument("--policies", metavar="A,B,…", type=names, help="of pretraining (default: bf16,nvidia,end_to_end)")
+    p.add_argument("--policies", metavar="A,B,…", type=names, help="names or files (default: bf16,nvidia,end_to_end)")
     p.add_argument("--policy", metavar="NAME", help="the one that goes on, and its 4 bits (default: end_to_end)")
     p.add_argument("--arms", metavar="A,B,…", type=names, help="of RL; the first goes on (default: matched,mismatched)")
     p.add_argument("--steps", metavar="N", type=count, help="of pretraining (default: the preset's)")
-    p.add_argument("--rl-steps", metavar="N", type=count, help="of RL (default: 60)")
+    p.add_argument("--rl-steps", metavar="N", type=count, help="of RL (default: 100)")
     p.add_argument("--lr", metavar="X", type=rate, help="learning rate of RL (default: 5e-4)")
     p.add_argument("--prompts", metavar="N", type=count, help="of a step of RL (default: 32)")
     p.add_argument("--group", metavar="N", type=count, help="completions of each prompt (default: 8)")

@@ -14,7 +14,7 @@ from ..convert import CONVERTED
 from ..formats import Format
 from ..policy import Policy
 from ..qtensor import QTensor
-from ..quantized import QuantizedExperts, QuantizedLinear
+from ..quantized import QuantizedExperts, QuantizedLinear, QuantizedStacked
 from . import naming
 from .checkpoint import Checkpoint
 from .errors import Refused
@@ -109,6 +109,10 @@ def of_module(model: nn.Module) -> InMemory:
         if isinstance(module, QuantizedExperts):
             weights |= {f"{dot}{leaf}": getattr(module, leaf) for leaf in ("gate_up_proj", "down_proj")}
             continue
+        if isinstance(module, QuantizedStacked):
+            weights |= {f"{dot}{leaf}": module.held(leaf) for leaf in module.stacks}
+            weights |= {f"{dot}{leaf}": p.detach() for leaf, p in module.named_parameters(recurse=False)}
+            continue
         if isinstance(module, QuantizedLinear):
             weights[f"{dot}weight"] = module.weight
             if module.bias is not None:
@@ -141,7 +145,8 @@ def source_of(source, scratch: ExitStack) -> Source:
     if isinstance(source, Checkpoint):
         return FromCheckpoint(source)
     if isinstance(source, nn.Module):
-        packed = any(isinstance(module, (QuantizedLinear, QuantizedExperts)) for module in source.modules())
+        kinds = (QuantizedLinear, QuantizedExperts, QuantizedStacked)
+        packed = any(isinstance(module, kinds) for module in source.modules())
         if hasattr(source, "save_pretrained") and not packed:
             folder = scratch.enter_context(tempfile.TemporaryDirectory(prefix="fp4ext-"))
             source.save_pretrained(folder)

@@ -24,7 +24,7 @@ th:first-child,td:first-child{text-align:left;padding-left:0}td small{color:var(
 .scroll{overflow-x:auto}
 .pairs td{padding:4px 10px;vertical-align:top;text-align:left;overflow-wrap:anywhere}
 .pairs td:first-child{padding-left:0;color:var(--soft);width:34%}
-figure{margin:0;background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:14px}
+figure{margin:0 0 18px;background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:14px}
 svg{display:block;width:100%;height:auto}svg text{font:13px system-ui,sans-serif;fill:var(--soft)}
 .grid{stroke:var(--rule)}.zero,.axis,.tick{stroke:var(--soft)}.zero{stroke-dasharray:4 3}
 .curve,.faint{fill:none;stroke-width:2;stroke-linejoin:round}.faint{stroke-width:1;opacity:.3}

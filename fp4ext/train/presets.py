@@ -146,7 +146,13 @@ TASK = Preset(
 
 MOE = Shape(layers=4, d=128, heads=4, ffn=96, context=128, experts=8, top_k=2, expert_ffn=64)
 MOE_TINY = TINY.with_(name="moe-tiny", shape=MOE)
-MOE_TASK = TASK.with_(name="moe-task", shape=replace(TASK.shape, ffn=64, experts=8, top_k=2, expert_ffn=64))
+MOE_TASK = TASK.with_(
+    name="moe-task",
+    shape=replace(TASK.shape, ffn=64, experts=8, top_k=2, expert_ffn=64),
+    steps=300,
+    eval_every=50,
+    save_every=50,
+)
 
 INKLING2_TINY = TINY.with_(
     name="inkling2-tiny",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from .. import presets, task
@@ -23,14 +23,15 @@ class Config:
     Args:
         preset: model and schedule of pretraining: the name of one, or a Preset of your own.
         task: what is learned, from its text and then from its reward: a name or a file (task.py).
-        policies: the arms of pretraining.
-        policy: whose arm goes on, and whose 4 bits it samples in.
+        policies: the arms of pretraining: names, or .toml or .json files; afterwards the names.
+        policy: whose arm goes on, and whose 4 bits it samples in; one of them.
         arms: of RL; the first goes on.
         steps, rl_steps: of pretraining (None: the preset's) and of RL.
         lr, prompts, group: see rl.Config. None: that of the model's kind.
         layout: of the checkpoint. None: "fp4ext", of a model of transformers its release's.
         seed: of everything.
         threads: CPU threads; None: torch's choice.
+        own, files: see PretrainConfig.
 
     Raises:
         Refused: an argument that cannot be used.
@@ -42,26 +43,32 @@ class Config:
     policy: str = "end_to_end"
     arms: Sequence[str] = ("matched", "mismatched")
     steps: int | None = None
-    rl_steps: int = 60
+    rl_steps: int = 100
     lr: float = 5e-4
     prompts: int = 32
     group: int = 8
     layout: str | None = None
     seed: int = 0
     threads: int | None = None
+    own: dict[str, dict] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
         preset = presets.get(self.preset)
         put("preset", preset.with_(steps=self.steps) if self.steps else preset)
         put("steps", self.preset.steps)
+        task.load(self.task)
         put("task", task.absolute(self.task))
-        before, after = self.pretraining(), self.reinforcing()
+        before = self.pretraining()
+        put("own", before.own)
+        put("files", before.files)
         put("policies", before.policies)
-        put("arms", after.arms)
+        put("policy", next((name for name, path in self.files.items() if path == self.policy), self.policy))
         put("threads", before.threads)
         if self.policy not in self.policies:
             raise Refused(f"--policies {','.join(self.policies)}: {self.policy} is to go on; accepted: it among them")
+        put("arms", self.reinforcing().arms)
         if self.arms[0] == "bf16":
             raise Refused("--arms bf16,…: the first goes on to a 4-bit checkpoint; accepted: one of 4 bits first")
         check_fits(self.task, self.preset.shape.context, self.seed)
@@ -74,7 +81,13 @@ class Config:
     def pretraining(self) -> PretrainConfig:
         """The first stage."""
         return PretrainConfig(
-            self.preset, policies=self.policies, data=[TASK + self.task], seed=self.seed, threads=self.threads
+            self.preset,
+            policies=self.policies,
+            own=dict(self.own),
+            files=dict(self.files),
+            data=[TASK + self.task],
+            seed=self.seed,
+            threads=self.threads,
         )
 
     def reinforcing(self, source: Path | None = None) -> RlConfig:
@@ -83,6 +96,7 @@ class Config:
             source=source and str(source),
             task=self.task,
             policy=self.policy,
+            own={name: held for name, held in self.own.items() if name == self.policy},
             arms=self.arms,
             steps=self.rl_steps,
             lr=self.lr,
@@ -94,7 +108,10 @@ class Config:
 
     def as_dict(self) -> dict:
         """The part of config.json that two equal runs share."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        del values["files"]
+        if not self.own:
+            del values["own"]
         return values | {
             "preset": presets.as_dict(self.preset),
             "policies": list(self.policies),
@@ -126,7 +143,8 @@ def command(config: Config) -> str:
     for name in ("task", "policies", "policy", "arms", "rl_steps", "lr", "prompts", "group", "seed"):
         value = getattr(config, name)
         if value != base[name].default:
-            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            given = [config.files.get(n, n) for n in (value if isinstance(value, tuple) else [str(value)])]
+            text = ",".join(given)
             words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
     words += [f"--layout {config.layout}"] if config.layout != layouts(p)[0] else []
     return " ".join([*words, f"--threads {config.threads}"])

@@ -22,8 +22,8 @@ class Stages:
     def done(self, stage: str, said: str, seconds: float) -> None: ...
 
     def display(self, stage: str):
-        """The display of a stage's own job."""
-        return rl_display.Silent() if stage == "rl" else display.Silent()
+        """That of a stage's own job."""
+        return display.Silent()
 
     def note(self, text: str) -> None: ...
 
@@ -74,9 +74,6 @@ class Bars(Stages):
     def done(self, stage: str, said: str, seconds: float) -> None:
         self.close()
         self.said[stage] = said, seconds
-        if stage == self.stages[-1]:
-            self.running = None
-            self.console.print(self)
 
     def display(self, stage: str):
         return (rl_display if stage == "rl" else display).Bars(self.console, above=self)

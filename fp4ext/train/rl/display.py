@@ -81,17 +81,17 @@ class Bars(display.Bars):
         return Group(self.progress, table)
 
 
-HEADINGS = (  # name, unit, and both for a narrow page
-    ("arm", "", ""),
-    ("reward before", "of 1", "before"),
-    ("reward after", "of 1", "after"),
-    ("mean |d|", "nat", "mean |d|"),
-    ("max |d|", "nat", "max |d|"),
-    ("KL", "nat", "KL"),
-    ("ESS", "least share", "least ESS"),
-    ("weights", "bit/element", "weights, bit"),
-    ("sampling", "token/s", "token/s"),
-    ("time", "s/step", "s/step"),
+HEADINGS = (  # name, unit, and both on a terminal
+    ("arm", "", "arm"),
+    ("reward before", "of 1", "reward\nbefore"),
+    ("reward after", "of 1", "reward\nafter"),
+    ("mean |d|", "nat", "mean|d|\nnat"),
+    ("max |d|", "nat", "max|d|\nnat"),
+    ("KL", "nat", "KL\nnat"),
+    ("ESS", "least share", "least\nESS"),
+    ("weights", "bit/element", "weight\nbits"),
+    ("sampling", "token/s", "token\n/s"),
+    ("time", "s/step", "time\ns/step"),
 )
 
 
@@ -119,9 +119,9 @@ def final_table(result: Result, console) -> None:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, unit, _ in HEADINGS:
-        table.add_column(f"{name}\n{unit}".strip(), justify="left" if name == "arm" else "right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for name, _, heading in HEADINGS:
+        table.add_column(heading, justify="left" if name == "arm" else "right")
     for row in result.rows:
         table.add_row(*cells(row))
     console.print(table)

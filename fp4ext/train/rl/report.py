@@ -43,7 +43,7 @@ def render(config: dict, metrics: list[dict], result: Result) -> str:
         "<h2>To repeat it</h2>",
         f"<pre>{escape(config['command'])}</pre>",
         "<h2>Configuration</h2>",
-        pairs({k: v for k, v in run.items() if k != "arms"}),
+        pairs({k: v for k, v in run.items() if k != "arms" and v is not None}),
         "<h2>Start and versions</h2>",
         pairs({**data.get("start", {"run": "start/, pretrained first"}), **config["facts"]}),
     ]
