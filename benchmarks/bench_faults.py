@@ -76,7 +76,7 @@ def judged(preset: Preset, seed: int) -> dict:
         "seed": seed,
         "rows": len(sound),
         "false": len(report.faults) - len(mine),
-        "floor": max(m.law.floor.high for m in gradients),
+        "floor": max(m.law.floor.low for m in gradients),
         "saturation": max(row.measured.saturation for row in sound),
         "underflow": max(row.measured.underflow for row in sound),
         "found": sorted({(f.module, f.kind) for f in mine}),
@@ -105,7 +105,7 @@ def main() -> None:
         ]
         for r in rows
     ]
-    columns = ["model, seed", "rows", "false faults", "largest floor", "saturation", "underflow"]
+    columns = ["model, seed", "rows", "false faults", "lower end of the largest floor", "saturation", "underflow"]
     columns += ["planted drift", "planted saturation"]
     title = f"Sound layers and planted faults; the limits are {DRIFT:g}, {SATURATION:.0%} and {UNDERFLOW:.0%}"
     blocks = [show(title, columns, cells)]

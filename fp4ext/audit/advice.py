@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from .. import policy_file
+from ..noise import SQRT3
 from ..policy import Policy
 from ..recipe import Dgrad, Fprop, Recipe, Wgrad
 from ..spec import Spec
@@ -226,6 +227,8 @@ def _fault(row: Row) -> str:
         return f"{m.non_finite:.1%} of the blocks {place} are not finite"
     if row.gemm != "fprop" and m.law.drifts and m.law.floor.low > DRIFT:
         return f"{m.law.floor.mean:.1e} of the energy {place} is drift"
+    if row.gemm != "fprop" and row.is_product and m.snr_ratio < SQRT3:
+        return f"the noise {place} drowns it, at {m.snr_ratio:.2g} times the noise"
     for share, limit, what in ((m.saturation, SATURATION, "saturate"), (m.underflow, UNDERFLOW, "underflow")):
         if share > limit:
             return f"{share:.1%} of the blocks {place} {what}"
