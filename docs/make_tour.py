@@ -207,7 +207,7 @@ On the whole activation tensor of that layer, relative error:
 
 ## What each stage asks for
 
-Measured by `fp4ext.audit.advise` on this model, the best on error first; a candidate with faulty layers (drift, saturation, underflow) comes last.
+Measured by `fp4ext.audit.advise` on this model, the best on error first; one that is faulty (drift, saturation, underflow) in more than a quarter of the layers comes last.
 Pretraining, forward:
 
 {ranked(advice.ranked["forward"])}

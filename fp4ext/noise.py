@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .experts import Experts
 from .linear import Linear
+from .quantized import QuantizedStacked
 from .stacked import Stacked
 
 SQRT3 = math.sqrt(3)
@@ -57,13 +58,18 @@ def gradient_noise(model: nn.Module, loss: Callable[[], Tensor], warn: bool = Tr
     return ratios
 
 
+def is_mixture(module: nn.Module) -> bool:
+    """Whether these are converted experts that train: not those whose stacks are packed."""
+    return isinstance(module, (Experts, Stacked)) and not isinstance(module, QuantizedStacked)
+
+
 def weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of converted layers, [N, K] by the layer's name, stacks of experts by "layer.parameter"."""
     found: dict[str, nn.Parameter] = {}
     for name, m in model.named_modules():
         if isinstance(m, Linear):
             found[name] = m.weight
-        elif isinstance(m, (Experts, Stacked)):
+        elif is_mixture(m):
             found |= {f"{name}.{stack}" if name else stack: getattr(m, stack) for stack in m.stacks}
     return found
 

@@ -57,5 +57,17 @@ def test_it_keeps_quiet_about_sound_gradients(model):
 
 
 def test_a_plain_model_is_refused(model):
-    with pytest.raises(ValueError, match="no fp4ext.Linear"):
+    with pytest.raises(ValueError, match="no converted layer"):
         gradient_noise(model, lambda: model(torch.randn(4, 128)).sum())
+
+
+def test_experts_are_layers_too():
+    """Each of their two stacks; what no gradient reaches is left out."""
+    experts = fp4ext.Experts(2, 64, 32, policy="nvidia")
+    offsets = torch.tensor([24, 64], dtype=torch.int32)
+    x = torch.randn(64, 64)
+    loss = lambda: experts(x, offsets).square().mean()  # noqa: E731
+    assert set(gradient_noise(experts, loss, warn=False)) == {"gate_up_proj", "down_proj"}
+    experts.down_proj.requires_grad_(False)
+    (ratio,) = gradient_noise(torch.nn.ModuleDict({"mlp": experts}), loss, warn=False).items()
+    assert ratio[0] == "mlp.gate_up_proj" and 1 < ratio[1] < 100

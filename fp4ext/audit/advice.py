@@ -7,7 +7,8 @@ Each stage asks for something else, whatever the goal (docs/tour.md):
     RL sampler              as the forward, with an outer scale that a row's batch mates cannot move
     RL trainer              the sampler's own operands, and a backward in BF16 on them: any difference is off-policy
 
-Candidates are measured (layer.py) and priced (cost.py); a layer in which the choice shows a fault stays in more bits.
+Candidates are measured (layer.py) and priced (cost.py). One that is faulty in more than a quarter of the layers comes
+after all that are sound; a layer in which the choice itself shows a fault stays in BF16.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from .. import policy_file
+from ..noise import SQRT3
 from ..policy import Policy
 from ..recipe import Dgrad, Fprop, Recipe, Wgrad
 from ..spec import Spec
@@ -32,6 +34,7 @@ from .operations import Op, of_layer
 from .report import DRIFT, SATURATION, UNDERFLOW
 
 GOALS = ("error", "bias", "speed", "memory")
+FEW = 0.25  # share of the modules that may be faulty under a candidate that is sound
 NVFP4, TILE, MX = Spec("nvfp4"), Spec("nvfp4", block="16x16"), Spec("mxfp8")
 
 
@@ -70,19 +73,27 @@ class Score:
     """A candidate of a stage, over the layers that were measured.
 
     Attributes:
-        error: mean relative MSE of the products (y; dx and dw), of one draw.
-        drift: mean floor of the products: what no average removes. Zero in a forward, which is judged by its error.
-        faults: modules in which its operands or products drift, saturate or underflow.
+        error: mean relative MSE of the products (y; dx and dw), of one draw, over the modules that are not faulty: the
+            others would be exceptions. Over all, where all are faulty.
+        drift: mean floor of the same: what no average removes. Zero in a forward, which is judged by its error.
+        faults: module in which its operands or products drift, saturate or underflow → the first that was found.
         seconds: of the stage's GEMMs and quantizers for one token of all layers.
         bits: stored bits an element: of weights (forward), of activations saved for backward.
+        modules: how many were measured.
     """
 
     name: str
     error: float
     drift: float
-    faults: tuple[str, ...]
+    faults: dict[str, str]
     seconds: float
     bits: float
+    modules: int = 1
+
+    @property
+    def sound(self) -> bool:
+        """Whether its faults are few enough to be exceptions of their layers rather than its own doing."""
+        return len(self.faults) <= self.modules * FEW
 
 
 @dataclass
@@ -159,7 +170,7 @@ def advise(
         advice = Advice(_policy(name, fprop, candidates[back.name]), {}, goal=goal, machine=machine.name)
         advice.ranked = {"forward": forward, "backward": backward}
         _reasons(advice, chosen, back)
-        _exceptions(advice, back)
+        _exceptions(advice, chosen, back)
         _keep_budget(advice, model, batches, loss, list(dict.fromkeys(names.values())), budget, progress)
     return advice
 
@@ -176,38 +187,52 @@ def _scores(candidates, which, layers: list[Layer], machine, draws, goal, progre
         progress(f"{which}: {key}", i, len(candidates))
         scores.append(_score(key, recipe, which, layers, machine, draws))
     order = {
-        "error": lambda s: (len(s.faults), s.error),
-        "bias": lambda s: (len(s.faults), s.drift if s.drift > DRIFT else 0.0, s.error),
-        "speed": lambda s: (len(s.faults), s.seconds),
-        "memory": lambda s: (len(s.faults), s.bits, s.error),
+        "error": lambda s: (not s.sound, s.error),
+        "bias": lambda s: (not s.sound, s.drift if s.drift > DRIFT else 0.0, s.error),
+        "speed": lambda s: (not s.sound, s.seconds),
+        "memory": lambda s: (not s.sound, s.bits, s.error),
     }[goal]
     return sorted(scores, key=order)
 
 
 def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine, draws: int) -> Score:
-    error, drift, faulty, spent = [], [], [], 0.0
+    products_of, faulty, spent = {}, {}, 0.0
     tokens = min((layer.tokens for layer in layers), default=0)  # experts have rows for each of a token's choices
     for layer in layers:
         rows = [*operands(layer, recipe, draws), *products(layer, recipe, draws)]
         mine = [row for row in rows if (row.gemm == "fprop") == (which == "fprop")]
-        made = [row for row in mine if row.is_product]
-        error += [row.measured.mse for row in made]
-        if which == "backward":
-            drift += [max(row.measured.law.floor.mean, 0.0) for row in made]
-        if any(_fault(row) for row in mine):
-            faulty.append(layer.module)
+        products_of.setdefault(layer.module, []).extend(row.measured for row in mine if row.is_product)
+        found = next(filter(None, map(_fault, mine)), "")
+        if found:
+            faulty.setdefault(layer.module, found)
         t, (n, k) = max(layer.tokens // layer.experts, 128), layer.shape
         ops = [op for op in of_layer(recipe, t, n, k) if (op.gemm == "fprop") == (which == "fprop")]
         spent += layer.tokens / max(1, tokens) * layer_seconds(ops, machine) / t
     bits = recipe.weight_bits if which == "fprop" else recipe.saved_activation_bits
-    mean_drift = statistics.fmean(drift) if drift else 0.0
-    return Score(key, statistics.fmean(error), mean_drift, tuple(dict.fromkeys(faulty)), spent, bits)
+    counted = [
+        m
+        for module, made in products_of.items()
+        for m in made
+        if module not in faulty or len(faulty) == len(products_of)
+    ]
+    error = statistics.fmean(m.mse for m in counted)
+    drift = statistics.fmean(max(m.law.floor.mean, 0.0) for m in counted) if which == "backward" else 0.0
+    return Score(key, error, drift, faulty, spent, bits, len(products_of))
 
 
-def _fault(row: Row) -> bool:
-    m = row.measured
-    drift = row.gemm != "fprop" and m.law.drifts and m.law.floor.low > DRIFT
-    return drift or m.saturation > SATURATION or m.underflow > UNDERFLOW or m.non_finite > 0
+def _fault(row: Row) -> str:
+    """What is wrong with an operand or a product, and how much; "" where nothing is."""
+    m, place = row.measured, f"of {row.gemm} {row.what}"
+    if m.non_finite > 0:
+        return f"{m.non_finite:.1%} of the blocks {place} are not finite"
+    if row.gemm != "fprop" and m.law.drifts and m.law.floor.low > DRIFT:
+        return f"{m.law.floor.mean:.1e} of the energy {place} is drift"
+    if row.gemm != "fprop" and row.is_product and m.snr_ratio < SQRT3:
+        return f"the noise {place} drowns it, at {m.snr_ratio:.2g} times the noise"
+    for share, limit, what in ((m.saturation, SATURATION, "saturate"), (m.underflow, UNDERFLOW, "underflow")):
+        if share > limit:
+            return f"{share:.1%} of the blocks {place} {what}"
+    return ""
 
 
 def _policy(name: str, fprop: Fprop, pretrain: Recipe) -> Policy:
@@ -248,13 +273,16 @@ def _others(scores: list[Score], but: Score) -> str:
     return ", ".join(marks)
 
 
-def _exceptions(advice: Advice, back: Score) -> None:
-    """Layers in which the backward shows a fault keep their forward, and go back in BF16."""
-    for layer in back.faults:
-        recipe = Recipe(advice.policy.pretrain.fprop)
-        advice.why[f"rules.{len(advice.policy.rules)}"] = (
-            f"{back.name} drifts, saturates or underflows here, so the backward of this layer stays BF16"
+def _exceptions(advice: Advice, chosen: Score, back: Score) -> None:
+    """Layers in which the forward shows a fault stay in BF16; those in which the backward does keep their forward."""
+    for layer in dict.fromkeys((*chosen.faults, *back.faults)):
+        whole = layer in chosen.faults
+        score, what, recipe = (
+            (chosen, "this layer stays", Recipe())
+            if whole
+            else (back, "the backward of this layer stays", Recipe(advice.policy.pretrain.fprop))
         )
+        advice.why[f"rules.{len(advice.policy.rules)}"] = f"{what} BF16: under {score.name} {score.faults[layer]}"
         advice.policy = replace(advice.policy, rules=(*advice.policy.rules, (layer, recipe)))
 
 

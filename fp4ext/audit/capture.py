@@ -19,6 +19,7 @@ from ..convert import Filter, convert
 from ..convert import Report as Converted
 from ..experts import Experts, grouped_linear
 from ..linear import Linear, linear
+from ..noise import is_mixture
 from ..policy import STAGES, Policy
 from ..recipe import Recipe
 from ..stacked import Stacked
@@ -127,7 +128,7 @@ def layers_of(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if type(module) is Linear:
             found[name] = name
-        elif isinstance(module, (Experts, Stacked)):
+        elif is_mixture(module):
             found |= {joined(name, stack): name for stack in module.stacks}
     return found
 

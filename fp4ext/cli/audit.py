@@ -53,7 +53,9 @@ def add_audit(commands) -> None:
     p = commands.add_parser(
         "audit", help="tell noise from drift in a model, and propose a policy", description=AUDIT, epilog=AUDIT_EXAMPLES
     )
-    p.add_argument("model", metavar="RUN|FOLDER", help="a run of pretrain, or a model folder of transformers")
+    p.add_argument(
+        "model", metavar="RUN|FOLDER", help="a run of pretrain or end-to-end, or a model folder of transformers"
+    )
     p.add_argument("--policies", metavar="A,B,…", help="names or files (default: the run's; else nvidia,end_to_end)")
     p.add_argument("--goal", choices=GOALS, default="error", help="what the advice decides by (default: error)")
     p.add_argument("--budget", metavar="X%", type=share, default=0.01, help="relative loss allowed (default: 1%%)")
@@ -75,13 +77,15 @@ def run_audit(args) -> int:
 
     from .. import audit, policies
     from ..audit import advice, html, text
+    from ..train.load import of_pretraining
 
     console, folder = Console(), Path(args.model)
     model, batches, own, facts = _model(folder, args)
     torch.set_num_threads(args.threads or facts.get("threads") or torch.get_num_threads())
     named = [policies.get(name.strip()) for name in args.policies.split(",")] if args.policies else own
     machine = _machine(args.machine, console)
-    out = Path(args.out) if args.out else (folder / "audit" if (folder / "checkpoints").is_dir() else _dated("audit"))
+    is_run = (of_pretraining(folder) / "checkpoints").is_dir()
+    out = Path(args.out) if args.out else folder / "audit" if is_run else _dated("audit")
     with _written_to(out):
         out.mkdir(parents=True, exist_ok=True)
     with _progress(console) as progress:

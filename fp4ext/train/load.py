@@ -36,6 +36,12 @@ class Loaded:
         return [self.config.policy(name) for name in self.config.policies if name != "bf16"]
 
 
+def of_pretraining(path: str | Path) -> Path:
+    """The directory of a pretraining run: that in an end-to-end run, or the path itself."""
+    inside = Path(path) / "pretrain"
+    return inside if (inside / "config.json").is_file() else Path(path)
+
+
 def load(path: str | Path, batches: int = 2, arm: str | None = None) -> Loaded:
     """The model of a run directory, as its newest checkpoint has it.
 
@@ -46,7 +52,7 @@ def load(path: str | Path, batches: int = 2, arm: str | None = None) -> Loaded:
     Raises:
         Refused: it is no run directory, has no checkpoint, or no such arm.
     """
-    path = Path(path)
+    path = of_pretraining(path)
     settings = run.read_config(path)
     config = Config.from_dict(settings["run"], settings["data"]["paths"])
     arm = arm or ("bf16" if "bf16" in config.policies else config.policies[0])

@@ -51,10 +51,10 @@ def test_a_budget_takes_layers_out(model, batches):
 def test_goals_rank_differently(monkeypatch):
     """Faults last, whatever the goal."""
     made = [
-        Score("a", 3e-3, 2e-3, ("layer",), 1.0, 4.0),
-        Score("b", 9e-3, 0.0, (), 2.0, 4.5),
-        Score("c", 7e-3, 0.0, (), 3.0, 4.5),
-        Score("d", 1e-3, 9e-5, (), 9.0, 16.0),
+        Score("a", 3e-3, 2e-3, {"layer": "…"}, 1.0, 4.0),
+        Score("b", 9e-3, 0.0, {}, 2.0, 4.5),
+        Score("c", 7e-3, 0.0, {}, 3.0, 4.5),
+        Score("d", 1e-3, 9e-5, {}, 9.0, 16.0),
     ]
     monkeypatch.setattr(
         fp4ext.audit.advice, "_score", lambda key, recipe, which, layers, machine, draws: made["abcd".index(key)]
@@ -64,10 +64,12 @@ def test_goals_rank_differently(monkeypatch):
         for goal in ("error", "bias", "speed", "memory")
     }
     assert ranked == {"error": "dcba", "bias": "dcba", "speed": "bcda", "memory": "cbda"}
-    # A layer that is sick under every candidate must not hide that one of them is faulty everywhere.
-    made[:] = [replace(s, faults=("sick",)) for s in made]
-    made[3] = replace(made[3], faults=("sick", "b", "c"))
-    ranked = _scores(dict.fromkeys("abcd"), "backward", [], None, 3, "error", lambda *a: None)
+    # A layer that is sick under most candidates is an exception: it decides nothing, and hides nothing.
+    made[:] = [replace(s, faults={"sick": "…"}, modules=8) for s in made]
+    made[0], made[3] = replace(made[0], faults={}), replace(made[3], faults=dict.fromkeys("abc", "…"))
+    ranked = _scores(dict.fromkeys("abcd"), "backward", [], None, 3, "speed", lambda *a: None)
+    assert "".join(s.name for s in ranked) == "abcd"
+    ranked = _scores(dict.fromkeys("abcd"), "backward", [], None, 3, "memory", lambda *a: None)
     assert "".join(s.name for s in ranked) == "acbd"
 
 

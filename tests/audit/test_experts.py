@@ -126,10 +126,13 @@ def test_advice_for_a_mixture(mixture, batches, tmp_path):
 
 def test_an_exception_names_the_module(mixture, batches, monkeypatch):
     """A rule is for a module, not for one of its stacks: policies choose by module."""
-    monkeypatch.setattr(fp4ext.audit.advice, "_fault", lambda row: "experts" in row.module and row.gemm == "dgrad")
+    monkeypatch.setattr(
+        fp4ext.audit.advice, "_fault", lambda row: "too bad" * ("experts" in row.module and row.gemm == "dgrad")
+    )
     advice = advise(mixture, batches, machine=machines.get("gb300"), draws=3, tokens=16, most=12, budget=0.5)
     assert [pattern for pattern, _ in advice.policy.rules] == ["blocks.0.mlp.experts", "blocks.1.mlp.experts"]
     assert advice.policy.recipe("pretrain", "blocks.1.mlp.experts").dgrad.dy is None
+    assert advice.why["rules.0"].startswith("the backward of this layer stays BF16: under ")
 
 
 def test_transformers_experts_are_audited(tmp_path):
