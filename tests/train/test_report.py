@@ -10,7 +10,7 @@ from fp4ext.train import pretrain
 class Page(HTMLParser):
     """Collects tags and addresses, and checks that tags nest."""
 
-    VOID = {"meta", "br", "link", "img"}
+    VOID = {"meta", "br", "wbr", "link", "img"}
 
     def __init__(self, text):
         super().__init__()
