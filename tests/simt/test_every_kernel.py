@@ -74,6 +74,13 @@ def test_gemm_grouped(simt, kernel):
     test_gemm.test_grouped(simt, [0, 3, 3, 6], kernel)
 
 
+def test_gemm_finish(simt, device):
+    device(90)
+    x, w = operand("nvfp4", 5, 80, seed=1, outer="row"), operand("mxfp8", 7, 80, seed=2)
+    y = simt.ops.gemm(*x.parts, *w.parts, torch.zeros(7), "float32", "fast", "fast")
+    test_gemm.check_bound(y, x, w, truncate=True)
+
+
 @pytest.mark.parametrize("kernel", ["sm120", "sm100"])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 def test_gemm_native(simt, kernel, format):
