@@ -2,8 +2,8 @@
 
     python benchmarks/bench_live.py [--every 50] [--docs]
 
-The three take turns. Every N-th step is watched, every fourth of those looks at the √3 ratio too, so the overhead is
-(watched − plain)/N + (ratio − watched)/4N of a plain step. About a minute on two quiet cores.
+The three take turns. Every N-th step is watched, every eighth of those looks at the √3 ratio too, so the overhead is
+(watched − plain)/N + (ratio − watched)/8N of a plain step. About a minute on two quiet cores.
 """
 
 from __future__ import annotations

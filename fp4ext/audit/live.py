@@ -10,7 +10,7 @@
 
 On a step that is watched, hooks keep some tokens of what each layer reads (x) and is told (dy); they and some rows of w
 are quantized once more and counted. No other step pays anything, no random number is drawn from torch's generator, and
-nothing that the step computes changes. At the second look and every fourth after it, two more backward passes give the
+nothing that the step computes changes. At the second look and every eighth after it, two more backward passes give the
 √3 ratio (fp4ext.noise).
 """
 
@@ -35,7 +35,7 @@ from .operand import Tally, range_faults
 from .report import SATURATION, UNDERFLOW
 
 ROWS, TILE = 128, 16  # rows of each tensor that are looked at; of each expert at least a tile
-NOISE_EVERY = 4  # watched steps between two looks at the √3 rule
+NOISE_EVERY = 8  # watched steps between two looks at the √3 rule
 WINDOW, FLIPS, OSCILLATING = 8, 3, 0.05  # watched steps that are remembered, code changes in them, share of weights
 
 
