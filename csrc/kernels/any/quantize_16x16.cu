@@ -36,7 +36,7 @@ __device__ void store_row(const QuantizeArgs& a, const Copy& copy, const Place& 
 }
 
 template <ScaleRule rule, bool kStochastic>
-__global__ void __launch_bounds__(kThreads, 2) quantize_16x16_kernel(const __grid_constant__ QuantizeArgs a) {
+__global__ void __launch_bounds__(kThreads) quantize_16x16_kernel(const __grid_constant__ QuantizeArgs a) {
   const Place place = place_of_block(a.in, 16);
   if (place.rows == 0) return;
   char* tile = shared_memory();
