@@ -57,11 +57,14 @@ test-simt-sanitized: build  ## every CUDA kernel once on the SIMT machine under 
 
 # A CUDA build of torch in an environment of its own: what is built for CUDA imports without a GPU, and the CPU's tests pass with it.
 CUDA_TORCH ?= torch==2.14.1
-# Compiled for one architecture, since `make kernels` compiles for all of them.
-test-cuda-build:  ## build FP4EXT_CUDA=ON against a CUDA build of torch (a download of gigabytes); needs nvcc, but no GPU
+.venv-cuda/.packages: constraints.txt
 	test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
 	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check "$(CUDA_TORCH)" pybind11 cmake ninja numpy safetensors rich matplotlib pytest hypothesis ml_dtypes
 	.venv-cuda/bin/python -c 'import torch; assert torch.version.cuda, "this torch is a CPU build: give CUDA_TORCH"; print(torch.__version__, torch.version.cuda)'
+	@touch $@
+
+# Compiled for one architecture, since `make kernels` compiles for all of them.
+test-cuda-build: .venv-cuda/.packages  ## build FP4EXT_CUDA=ON against a CUDA build of torch (a download of gigabytes); needs nvcc, but no GPU
 	$(MAKE) test-cuda-built GPU_PYTHON=$(abspath .venv-cuda/bin/python) GPU_DEVICES=90
 .PHONY: test-cuda-built
 test-cuda-built: build/cuda/package
