@@ -194,7 +194,7 @@ MUTANTS = [
     ("the sum of the wrong lane", "any/encode.cuh", "energy, first + turn)", "energy, first)", blocks),
     ("random bits hang on the column", "any/encode.cuh", "(k + rng.k + offset) / 8", "(k + rng.k + offset) / 16", blocks),
     ("both directions draw the same bits", "any/encode.cuh", "philox_usage(purpose, colwise, role)", "philox_usage(purpose, false, role)", blocks),
-    ("scales of the neighbour's row", "any/encode.cuh", "row * row_scales + column", "(row ^ 1) * row_scales + column", blocks),
+    ("the neighbour's row", "any/encode.cuh", "first + row * pitch + column", "first + (row ^ 1) * pitch + column", blocks),
     ("butterflies exchange the wrong lanes", "any/tile.cuh", "__shfl_xor_sync(kAllLanes, t[i], h / N)", "__shfl_xor_sync(kAllLanes, t[i], h / N ^ 1)", blocks),
     ("the upper lane subtracts the wrong way", "any/tile.cuh", "upper ? other - t[i]", "upper ? t[i] - other", blocks),
     ("the maximum misses a lane", "any/quantize_16x16.cu", "int h = 8; h > 0", "int h = 4; h > 0", tiles),

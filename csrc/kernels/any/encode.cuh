@@ -112,31 +112,29 @@ struct Mx {
   }
 };
 
-// Where one block's codes and scale go.
+// Where one block's codes and scale go: blocks are counted through the whole output, but for swizzled scales.
 struct Output {
-  int64_t columns;                // of scales, in this matrix
-  int64_t row_bytes, row_scales;  // from one row to the next
-  uint8_t *codes, *scales;        // of this matrix
-  __device__ Output(const Copy& c, const View& v, int block, int per_byte) {
-    columns = (v.k_size + block - 1) / block;
-    row_scales = c.pitch ? c.pitch / block : columns;
-    row_bytes = row_scales * block / per_byte;
-    codes = c.codes + (c.pitch ? v.tokens / per_byte : v.first * row_bytes);
-    scales = c.scales + (c.pitch      ? v.tokens / block
-                         : c.swizzled ? v.batch * padded_rows(v.rows) * padded_columns(columns)
-                                      : v.first * row_scales);
-  }
+  int64_t columns, pitch;  // of scales: in a row of this matrix, and from one row to the next
+  int64_t first;           // blocks before the matrix
+  __device__ Output(const Copy& c, const View& v, int block)
+      : columns((v.k_size + block - 1) / block),
+        pitch(c.pitch ? c.pitch / block : columns),
+        first(c.pitch ? v.tokens / block : v.first * columns) {}
   __device__ bool holds(const View& v, int64_t row, int64_t column) const { return row < v.rows && column < columns; }
+  __device__ int64_t at(int64_t row, int64_t column) const { return first + row * pitch + column; }
 
   __device__ void store_scale(const Copy& c, const View& v, int64_t row, int64_t column, uint32_t scale) const {
-    if (holds(v, row, column))
-      scales[c.swizzled ? swizzled_offset(row, column, columns) : row * row_scales + column] = static_cast<uint8_t>(scale);
-    else if (c.swizzled && row < padded_rows(v.rows) && column < padded_columns(columns))
-      scales[swizzled_offset(row, column, columns)] = 0;
+    const bool exists = holds(v, row, column);
+    if (!c.swizzled) {
+      if (exists) c.scales[at(row, column)] = static_cast<uint8_t>(scale);
+    } else if (row < padded_rows(v.rows) && column < padded_columns(columns)) {
+      uint8_t* matrix = c.scales + v.batch * padded_rows(v.rows) * padded_columns(columns);
+      matrix[swizzled_offset(row, column, columns)] = static_cast<uint8_t>(exists ? scale : 0u);
+    }
   }
   template <int kWords>
-  __device__ void store_codes(int64_t row, int64_t byte, const uint32_t (&words)[kWords]) const {
-    uint8_t* out = codes + row * row_bytes + byte;
+  __device__ void store_codes(const Copy& c, int64_t row, int64_t column, const uint32_t (&words)[kWords]) const {
+    uint8_t* out = c.codes + at(row, column) * (4 * kWords);
     if constexpr (kWords == 2) {
       *reinterpret_cast<uint2*>(out) = make_uint2(words[0], words[1]);
     } else {

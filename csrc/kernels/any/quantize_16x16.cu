@@ -26,12 +26,12 @@ template <bool kStochastic>
 __device__ void store_row(const QuantizeArgs& a, const Copy& copy, const Place& place, const float (&t)[16], int row, int k, float enc,
                           bool poisoned, uint32_t scale) {
   const View view(a.in, copy.colwise, place);
-  const Output out(copy, view, 16, 2);
+  const Output out(copy, view, 16);
   const int64_t at = view.row + row, column = (view.k + k) / 16;
   const Site site{read_rng(copy), a.role, copy.colwise, view.first + at, view.k + k};
   uint32_t words[2];
   encode_elements<E2M1, kStochastic>(t, enc, poisoned, site, words);
-  if (out.holds(view, at, column)) out.store_codes(at, (view.k + k) / 2, words);
+  if (out.holds(view, at, column)) out.store_codes(copy, at, column, words);
   out.store_scale(copy, view, at, column, scale);
 }
 

@@ -6,9 +6,9 @@ namespace fp4ext::kernels {
 
 template <class Encoder>
 __device__ void quantize_copy(const QuantizeArgs& a, const Copy& copy, const Place& place, const char* tile) {
-  constexpr int N = Encoder::kBlock, kPerByte = N / (4 * Encoder::kWords);
+  constexpr int N = Encoder::kBlock;
   const View view(a.in, copy.colwise, place);
-  const Output out(copy, view, N, kPerByte);
+  const Output out(copy, view, N);
   const Stand<N> stand;
   Site site{read_rng(copy), a.role, copy.colwise, 0, view.k + stand.chunk * N};
   const Rotation<N> rotation(copy, rht_of(a.in, copy, view), site.rng, stand.chunk);
@@ -26,7 +26,7 @@ __device__ void quantize_copy(const QuantizeArgs& a, const Copy& copy, const Pla
     site.row = view.first + row;
     uint32_t words[Encoder::kWords];
     const uint32_t scale = Encoder::encode(t, outer, a.spec, site, rotation, words);
-    if (exists) out.store_codes(row, site.k / kPerByte, words);
+    if (exists) out.store_codes(copy, row, column, words);
     out.store_scale(copy, view, row, column, scale);
   }
 }
