@@ -28,7 +28,7 @@ KERNELS = {
     "any/quantize_mx.cu": (PLAIN, {"quantize_blocks_kernel": ({"LDG.E.128": 4, "LDS.128": 4, "STG.E.128": 1}, 255)}),
     "any/quantize_16x16.cu": (
         PLAIN,
-        {"quantize_16x16_kernel": ({"LDG.E.128": 1, "LDS.128": 2, "STG.E.64": 2, "SHFL": 1}, 208)},
+        {"quantize_16x16_kernel": ({"LDG.E.128": 1, "LDS.128": 2, "STG.E.64": 2, "SHFL": 1}, 255)},
     ),
     "any/gemm_finish.cu": (PLAIN, {"gemm_finish_kernel": ({"LDG.E": 4, "STG.E": 8}, 64)}),
     "any/dequantize.cu": (PLAIN, {"dequantize_kernel": ({"STG.E.128": 2}, 128)}),

@@ -35,8 +35,12 @@ __device__ void store_row(const QuantizeArgs& a, const Copy& copy, const Place& 
   out.store_scale(copy, view, at, column, scale);
 }
 
+// As many blocks a multiprocessor as there are registers for without spills.
+template <ScaleRule rule>
+inline constexpr int kBlocksAtOnce = rule == ScaleRule::sweep || rule == ScaleRule::four_over_six ? 1 : 2;
+
 template <ScaleRule rule, bool kStochastic>
-__global__ void __launch_bounds__(kThreads) quantize_16x16_kernel(const __grid_constant__ QuantizeArgs a) {
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<rule>) quantize_16x16_kernel(const __grid_constant__ QuantizeArgs a) {
   const Place place = place_of_block(a.in, 16);
   if (place.rows == 0) return;
   char* tile = shared_memory();
