@@ -32,7 +32,7 @@ arms:
   tis, rejection, icepop    the same, guarded by token TIS, sequence rejection, IcePop
   bf16                BF16 sampler and trainer
   amax                matched, but one outer scale for a whole tensor: it depends on the batch
-  quantized_backward  matched, but the backward in 4 bits too
+  quantized_backward  matched, but the backward by the policy too: 4 bits; MXFP8 with --policy mxfp8_backward
 """
 
 
