@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import time
-from pathlib import Path
-
-from .arguments import count, fail, names, rate, seed, terminal
-from .resumable import carried_out
+from .arguments import count, names, rate, seed
+from .resumable import Job, add_where, carried_out
 
 END_TO_END = """\
 The four stages in one command: pretrain a model in 4 bits beside BF16, reinforce it in 4 bits, write it as a 4-bit
@@ -57,30 +53,21 @@ def add_end_to_end(commands) -> None:
     p.add_argument("--layout", metavar="NAME", help="of the checkpoint (default: fp4ext, or the model's release's)")
     p.add_argument("--seed", metavar="S", type=seed, help="of everything (default: 0)")
     p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
-    where = p.add_mutually_exclusive_group()
-    where.add_argument("--out", metavar="DIR", help="a new or empty directory for the run (default: runs/<date>)")
-    where.add_argument("--resume", metavar="DIR", help="go on with the run in this directory")
+    add_where(p)
     p.set_defaults(run=run_end_to_end)
 
 
 def run_end_to_end(args) -> int:
     """The `end-to-end` command."""
-    from ..train import end_to_end as job
+    from ..train import end_to_end
     from ..train.end_to_end import display
 
-    console = terminal()
-    show = display.Bars(console) if console.is_terminal else display.Lines()
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    out = Path(args.resume or args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
-    again = f"python -m fp4ext end-to-end --resume {shlex.quote(str(out))}"
-    options = {name: value for name, value in given.items() if name not in ("command", "run", "resume", "out")}
+    job = Job.of(args, display)
 
     def work():
         if not args.resume:
-            return job.end_to_end(job.Config(**options), out, show)
-        if options:
-            told = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-            fail(f"{told} beside --resume; accepted: --resume alone, which goes on as the run began")
-        return job.resume(out, show)
+            return end_to_end.end_to_end(end_to_end.Config(**job.given), job.out, job.show)
+        job.nothing_beside_resume()
+        return end_to_end.resume(job.out, job.show)
 
-    return carried_out(work, again, lambda result: display.final_table(result, console))
+    return carried_out(work, job.again, lambda result: display.final_table(result, job.console))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import time
-from pathlib import Path
-
-from .arguments import count, names, rate, seed, terminal
-from .resumable import carried_out
+from .arguments import count, names, rate, seed
+from .resumable import Job, add_where, carried_out
 
 PRETRAIN = """\
 Train one small transformer over bytes under several policies, side by side: the same initial weights, the same batches.
@@ -70,9 +66,7 @@ def add_pretrain(commands) -> None:
     p.add_argument("--stats", metavar="N", type=count, help="watch the quantizers every N steps (default: don't)")
     p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
     p.add_argument("--device", metavar="NAME", help="cpu or cuda (default: cpu)")
-    where = p.add_mutually_exclusive_group()
-    where.add_argument("--out", metavar="DIR", help="a new or empty directory for the run (default: runs/<date>)")
-    where.add_argument("--resume", metavar="DIR", help="go on with the run in this directory")
+    add_where(p)
     p.set_defaults(run=run_pretrain)
 
 
@@ -82,23 +76,18 @@ def run_pretrain(args) -> int:
     from ..train import checkpoint, display, presets
     from ..train.config import ADJUSTABLE
 
-    console = terminal()
-    show = display.Bars(console) if console.is_terminal else display.Lines()
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    out = Path(args.resume or args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
-    again = f"python -m fp4ext pretrain --resume {shlex.quote(str(out))}"
+    job = Job.of(args, display)
 
     def work():
         if args.resume:
-            asked = {name: value for name, value in given.items() if name not in ("command", "run", "resume")}
-            return train.resume(out, show=show, asked=asked)
-        changes = {name: given[name] for name in ADJUSTABLE if name in given}
+            return train.resume(job.out, show=job.show, asked=job.given)
+        changes = {name: job.given[name] for name in ADJUSTABLE if name in job.given}
         preset = presets.get(args.preset or "tiny").with_(**changes)
         own = ("policies", "data", "seed", "threads", "device", "stats")
-        options = {name: given[name] for name in own if name in given}
-        return train.pretrain(train.Config(preset, **options), out, show=show)
+        options = {name: job.given[name] for name in own if name in job.given}
+        return train.pretrain(train.Config(preset, **options), job.out, show=job.show)
 
     def begun() -> bool:
-        return checkpoint.latest(out / "checkpoints") is not None
+        return checkpoint.latest(job.out / "checkpoints") is not None
 
-    return carried_out(work, again, lambda result: display.final_table(result, console), begun)
+    return carried_out(work, job.again, lambda result: display.final_table(result, job.console), begun)

@@ -1,10 +1,60 @@
-"""How a command ends whose work can be stopped and taken up again."""
+"""How a command begins and ends whose work can be stopped and taken up again."""
 
 from __future__ import annotations
 
+import shlex
 import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from .arguments import fail
+from .arguments import fail, terminal
+
+
+def add_where(parser) -> None:
+    """The options --out and --resume."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--out", metavar="DIR", help="a new or empty directory for the run (default: runs/<date>)")
+    where.add_argument("--resume", metavar="DIR", help="go on with the run in this directory")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line asked for.
+
+    Attributes:
+        console, show: where results go, and a display of progress: bars on a terminal, lines elsewhere.
+        out: the run directory.
+        again: the command that goes on with it.
+        given: the other options that were given.
+    """
+
+    console: Any
+    show: Any
+    out: Path
+    again: str
+    given: dict
+
+    @classmethod
+    def of(cls, args, display) -> Job:
+        """display: a module with Bars and Lines."""
+        console = terminal()
+        out = Path(args.resume or args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
+        own = ("command", "run", "resume", "out")
+        return cls(
+            console,
+            display.Bars(console) if console.is_terminal else display.Lines(),
+            out,
+            f"python -m fp4ext {args.command} --resume {shlex.quote(str(out))}",
+            {name: value for name, value in vars(args).items() if value is not None and name not in own},
+        )
+
+    def nothing_beside_resume(self) -> None:
+        """Refuses other options: the run goes on as it began."""
+        if self.given:
+            names = ", ".join("--from" if name == "source" else f"--{name.replace('_', '-')}" for name in self.given)
+            fail(f"{names} beside --resume; accepted: --resume alone, which goes on as the run began")
 
 
 def carried_out(work, again: str, table, begun=lambda: True) -> int:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import time
-from pathlib import Path
-
-from .arguments import count, fail, names, seed, terminal
-from .resumable import carried_out
+from .arguments import count, names, seed
+from .resumable import Job, add_where, carried_out
 
 RL = """\
 Reinforce a pretrained model on a verifiable task with GRPO, under several arms side by side: the same start, the same
@@ -61,9 +57,7 @@ def add_rl(commands) -> None:
     p.add_argument("--slots", metavar="N", type=count, help="sequences sampled at a time (default: 96)")
     p.add_argument("--save-every", metavar="N", type=count, help="steps between checkpoints (default: 10)")
     p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
-    where = p.add_mutually_exclusive_group()
-    where.add_argument("--out", metavar="DIR", help="a new or empty directory for the run (default: runs/<date>)")
-    where.add_argument("--resume", metavar="DIR", help="go on with the run in this directory")
+    add_where(p)
     p.set_defaults(run=run_rl)
 
 
@@ -72,19 +66,12 @@ def run_rl(args) -> int:
     from ..train import rl
     from ..train.rl import display
 
-    console = terminal()
-    show = display.Bars(console) if console.is_terminal else display.Lines()
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    out = Path(args.resume or args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
-    again = f"python -m fp4ext rl --resume {shlex.quote(str(out))}"
-    options = {name: value for name, value in given.items() if name not in ("command", "run", "resume", "out")}
+    job = Job.of(args, display)
 
     def work():
         if not args.resume:
-            return rl.reinforce(rl.Config(**options), out, show=show)
-        if options:
-            names = ", ".join("--from" if name == "source" else f"--{name.replace('_', '-')}" for name in options)
-            fail(f"{names} beside --resume; accepted: --resume alone, which goes on as the run began")
-        return rl.resume(out, show=show)
+            return rl.reinforce(rl.Config(**job.given), job.out, show=job.show)
+        job.nothing_beside_resume()
+        return rl.resume(job.out, show=job.show)
 
-    return carried_out(work, again, lambda result: display.final_table(result, console))
+    return carried_out(work, job.again, lambda result: display.final_table(result, job.console))
