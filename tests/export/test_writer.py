@@ -123,7 +123,9 @@ def test_stopped_in_the_middle(tmp_path):
     save({"a.weight": weight(64, 64)}, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     command = [sys.executable, "-m", "fp4ext", "export", str(large(tmp_path)), str(out), "--shard", "1", "--overwrite"]
-    process = subprocess.Popen(command, cwd=HERE, stderr=subprocess.PIPE, text=True)
+    # What a shell runs in the background ignores SIGINT, and so would all that it starts.
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    process = subprocess.Popen(command, cwd=HERE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     wait_for_shards(tmp_path, process)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and f"stopped; nothing of {out} was changed" in process.stderr.read()
