@@ -37,9 +37,12 @@ def _scale_bytes(t: Tensor) -> Tensor:
     return _bytes(t, t.dtype if t.dtype in {f.scale_dtype for f in formats.FORMATS.values()} else None)
 
 
-def _matrix_bytes(codes: Tensor, scales: Tensor | None, format: str) -> tuple[Tensor, Tensor | None]:
+def _stored(codes: Tensor, scales: Tensor | None, global_scale: Tensor | None, format: str) -> tuple:
+    """A matrix as ops take it, in four arguments: codes and scales as bytes, outer scale, format."""
     fmt = formats.FORMATS.get(format)
-    return (_bytes(codes, fmt.codes_dtype), _bytes(scales, fmt.scale_dtype)) if fmt else (codes, scales)
+    if fmt:
+        codes, scales = _bytes(codes, fmt.codes_dtype), _bytes(scales, fmt.scale_dtype)
+    return codes, scales, global_scale, format
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -76,8 +79,8 @@ def requantize(
     role: int = 0,
 ) -> Quantized:
     """quantize(dequantize(…) in fp32), a band of rows at a time: x̂ is never whole in memory."""
-    stored = *_matrix_bytes(codes, scales, format), global_scale, format, k
-    return _typed(spec, *torch.ops.fp4ext.requantize.default(*stored, spec, axis, rng, role))
+    stored = _stored(codes, scales, global_scale, format)
+    return _typed(spec, *torch.ops.fp4ext.requantize.default(*stored, k, spec, axis, rng, role))
 
 
 def grouped_quantize(
@@ -100,8 +103,8 @@ def grouped_requantize(
     role: int = 0,
 ) -> Quantized:
     """grouped_quantize(dequantize(…) in fp32), a band of rows at a time."""
-    stored = *_matrix_bytes(codes, scales, format), global_scale, format, k
-    return _typed(spec, *torch.ops.fp4ext.grouped_requantize.default(*stored, offsets, spec, axis, rng, role))
+    stored = _stored(codes, scales, global_scale, format)
+    return _typed(spec, *torch.ops.fp4ext.grouped_requantize.default(*stored, k, offsets, spec, axis, rng, role))
 
 
 def amax(x: Tensor, spec: str, axis: int = -1, rng: Tensor | None = None) -> Tensor:
@@ -111,9 +114,7 @@ def amax(x: Tensor, spec: str, axis: int = -1, rng: Tensor | None = None) -> Ten
 
 def dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor, format: str, k: int, out_dtype: str) -> Tensor:
     """x̂ = element · fl(float(scale) · global_scale), the padding cut off at k."""
-    return torch.ops.fp4ext.dequantize.default(
-        *_matrix_bytes(codes, scales, format), global_scale, format, k, out_dtype
-    )
+    return torch.ops.fp4ext.dequantize.default(*_stored(codes, scales, global_scale, format), k, out_dtype)
 
 
 def gemm(
@@ -132,12 +133,8 @@ def gemm(
 ) -> Tensor:
     """y = x̂·ŵᵀ + bias, contraction last on both (docs/numerics.md, 9)."""
     return torch.ops.fp4ext.gemm.default(
-        *_matrix_bytes(x_codes, x_scales, x_format),
-        x_global,
-        x_format,
-        *_matrix_bytes(w_codes, w_scales, w_format),
-        w_global,
-        w_format,
+        *_stored(x_codes, x_scales, x_global, x_format),
+        *_stored(w_codes, w_scales, w_global, w_format),
         bias,
         out_dtype,
         accumulate,
@@ -166,12 +163,8 @@ def gemm_add(
 ) -> None:
     """out += gemm(…) in fp32; out is changed."""
     torch.ops.fp4ext.gemm_add.default(
-        *_matrix_bytes(x_codes, x_scales, x_format),
-        x_global,
-        x_format,
-        *_matrix_bytes(w_codes, w_scales, w_format),
-        w_global,
-        w_format,
+        *_stored(x_codes, x_scales, x_global, x_format),
+        *_stored(w_codes, w_scales, w_global, w_format),
         bias,
         out,
         accumulate,
@@ -195,12 +188,8 @@ def grouped_gemm(
 ) -> Tensor:
     """gemm of each expert's rows with its matrix of w [E, N, K]; or, where w has 2 dimensions, over its tokens."""
     return torch.ops.fp4ext.grouped_gemm.default(
-        *_matrix_bytes(x_codes, x_scales, x_format),
-        x_global,
-        x_format,
-        *_matrix_bytes(w_codes, w_scales, w_format),
-        w_global,
-        w_format,
+        *_stored(x_codes, x_scales, x_global, x_format),
+        *_stored(w_codes, w_scales, w_global, w_format),
         offsets,
         out_dtype,
         accumulate,
