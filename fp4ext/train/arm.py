@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fp4ext
 from fp4ext.audit.live import Monitor
 
-from . import bf16, inkling2
+from . import bf16, checkpoint, inkling2
 from .model import Transformer
 from .moe import Balance
 from .presets import Preset
@@ -95,21 +95,12 @@ class Arm:
 
     def files(self):
         """What a checkpoint keeps of it, as (file name, tensors)."""
-        yield f"{self.policy}.weights", self.model.state_dict()
-        state = {}
-        for name, p in self.model.named_parameters():
-            for key, value in self.optimizer.state[p].items():
-                state[f"{name}.{key}"] = value
-        yield f"{self.policy}.optimizer", state
+        return checkpoint.files_of(self.policy, self.model, self.optimizer)
 
     def load(self, files: dict[str, dict[str, Tensor]], diverged: dict[str, int | None]) -> None:
         """Take over what `files` gave, and where each policy diverged."""
         self.diverged = diverged[self.policy]
-        self.model.load_state_dict(files[f"{self.policy}.weights"])
-        parameters = dict(self.model.named_parameters())
-        for key, value in files[f"{self.policy}.optimizer"].items():
-            name, _, moment = key.rpartition(".")
-            self.optimizer.state[parameters[name]][moment] = value.to(self.device)
+        checkpoint.take_over(files, self.policy, self.model, self.optimizer)
 
     def storage_bits(self) -> dict[str, float]:
         """Bits that an element takes where products read it: weights, and activations saved for backward."""

@@ -15,17 +15,38 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
 import safetensors.torch
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from .errors import Refused, Stopped
 
 Files = dict[str, dict[str, Tensor]]  # "bf16.weights" -> name -> tensor
+
+
+def files_of(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """What is kept of an arm, as (file name, tensors)."""
+    yield f"{name}.weights", model.state_dict()
+    state = {}
+    for parameter, p in model.named_parameters():
+        for key, value in optimizer.state[p].items():
+            state[f"{parameter}.{key}"] = value
+    yield f"{name}.optimizer", state
+
+
+def take_over(files: Files, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put an arm's files back."""
+    model.load_state_dict(files[f"{name}.weights"])
+    parameters = dict(model.named_parameters())
+    for key, value in files[f"{name}.optimizer"].items():
+        parameter, _, moment = key.rpartition(".")
+        p = parameters[parameter]
+        optimizer.state[p][moment] = value.to(p.device)
 
 
 def save(folder: Path, step: int, files: Iterable[tuple[str, dict[str, Tensor]]], facts: dict) -> Path:

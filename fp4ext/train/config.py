@@ -197,6 +197,12 @@ def agree(config: Config, asked: dict) -> Config:
     return Config.from_dict(config.as_dict(), asked["data"]) if asked.get("data") else config
 
 
+def tell_changes(show, began: dict, now: dict) -> None:
+    """Say what is not as it was when a run began: `facts` then and now."""
+    for change in compare(began, now):
+        show.note(f"since the run began, {change}: what follows may differ in bits")
+
+
 def compare(old: dict, new: dict, prefix: str = "") -> list[str]:
     """What differs between two configurations, as "name: old, now new"."""
     found = []

@@ -11,14 +11,13 @@ because everything that a step depends on is in the checkpoint or is a function 
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from . import checkpoint, data, report, result, run
 from .arm import Arm
-from .config import Config, agree, command, compare, facts
+from .config import Config, agree, command, compare, facts, tell_changes
 from .display import Silent
 from .errors import Refused
 from .interrupt import Interrupts
@@ -75,8 +74,7 @@ def resume(out: str | Path, show=None, tensorboard: bool = True, asked: dict | N
         if differences:
             what = f"its text has changed ({'; '.join(differences)})"
             raise Refused(f"--resume {out}: {what}; accepted: the text that it began with")
-        for change in compare(settings["facts"], facts(config)):
-            show.note(f"since the run began, {change}: what follows may differ in bits")
+        tell_changes(show, settings["facts"], facts(config))
         arms = _build(config)
         try:
             for a in arms:
@@ -162,17 +160,8 @@ def _finish(directory: run.Run, config: Config, corpus: data.Corpus, arms: list[
     return done
 
 
-@contextmanager
 def _settings(config: Config):
-    """The process's number of threads, for the time of a run; torch's generators are afterwards as they were."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.threads)
-    devices = [torch.cuda.current_device()] if config.device == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        torch.set_num_threads(before)
+    return run.settings(config.threads, [torch.cuda.current_device()] if config.device == "cuda" else [])
 
 
 def _build(config: Config) -> list[Arm]:

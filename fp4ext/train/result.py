@@ -7,6 +7,7 @@ import math
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -49,10 +50,12 @@ class Row:
 class Result:
     """A run's directory and outcome. If a `signal` stopped it after `step` steps: not `finished`, no `rows`."""
 
+    row: ClassVar[type] = Row
+
     out: Path
     finished: bool
     step: int
-    rows: tuple[Row, ...] = ()
+    rows: tuple = ()
     signal: int | None = None
 
     @property
@@ -68,15 +71,11 @@ class Result:
     def read(cls, out: Path) -> Result:
         """That of a finished run."""
         found = json.loads((out / "result.json").read_bytes())
-        return cls(out, finished=True, step=found["step"], rows=tuple(Row(**row) for row in found["rows"]))
+        return cls(out, finished=True, step=found["step"], rows=tuple(cls.row(**row) for row in found["rows"]))
 
     def to_json(self) -> bytes:
-        return (
-            json.dumps(
-                {"step": self.step, "rows": [asdict(row) for row in self.rows]}, indent=1, allow_nan=False
-            ).encode()
-            + b"\n"
-        )
+        rows = [asdict(row) for row in self.rows]
+        return json.dumps({"step": self.step, "rows": rows}, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def table(arms, losses: dict[str, np.ndarray], metrics: list[dict]) -> tuple[Row, ...]:

@@ -14,8 +14,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import torch
 
 from . import checkpoint
 from .config import compare
@@ -167,6 +170,25 @@ def read_config(path: Path) -> dict:
         raise Refused(f"{path}: {what}; accepted: the directory of a run") from None
     except (ValueError, AttributeError) as error:
         raise Refused(f"{file}: not the configuration of a run ({error}); accepted: the directory of a run") from None
+
+
+def carry_on(path: Path, read: Callable, resume: Callable, begin: Callable):
+    """What the run in `path` found: read, if it is done; else gone on with, or begun. Each is given the path."""
+    if (path / "result.json").exists():
+        return read(path)
+    return (begin if checkpoint.latest(path / "checkpoints") is None else resume)(path)
+
+
+@contextmanager
+def settings(threads: int, devices: Sequence[int] = ()) -> Iterator[None]:
+    """The process's number of threads, for the time of a run; torch's generators are afterwards as they were."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def read_metrics(path: Path) -> list[dict]:

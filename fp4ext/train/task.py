@@ -96,6 +96,12 @@ def identity(name: str) -> str:
     return name if name in TASKS else hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
 
+def check_same(name: str, digest: str, out: Path) -> None:
+    """Refuses to go on with the run in `out` where its task's identity is not what it began with."""
+    if identity(name) != digest:
+        raise Refused(f"--resume {out}: its task {name} has changed; accepted: the task that it began with")
+
+
 def generator(seed: int, *more: int) -> np.random.Generator:
     """A generator that is a function of (seed, …)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *more])))

@@ -17,6 +17,7 @@ import fp4ext
 from fp4ext import Fprop, Policy, Recipe, Spec, formats
 from fp4ext.export import load, save
 from fp4ext.testing import assert_bytes_equal
+from fp4ext.train.inkling2 import reading
 
 from . import models
 
@@ -347,21 +348,13 @@ def _inkling2(tmp: Path, policy) -> None:
     transformers registers the reader of the release's experts for inkling2_loop alone; of inkling2 it expects MXFP8 and
     leaves it packed, for a GPU. Its public registry gives inkling2 that reader; the twin is loaded by its own.
     """
-    from transformers import conversion_mapping
-
     save(models.plain("inkling2", tmp / "plain"), tmp / "out", "inkling2", policy=policy)
     config = json.loads((tmp / "out" / "config.json").read_text())
     config.pop("quantization_config", None)
     (tmp / "out" / "config.json").write_text(json.dumps(config))
     twin = models.opened(models.plain_twin(tmp / "out", tmp / "plain", tmp / "twin"))
-    own, loop = map(conversion_mapping.get_checkpoint_conversion_mapping, ("inkling2_text", "inkling2_loop_text"))
-    of_experts = lambda reader: any("experts" in pattern for pattern in reader.source_patterns)  # noqa: E731
-    reads = [r for r in loop if of_experts(r)] + [r for r in own if not of_experts(r)]
-    conversion_mapping.register_checkpoint_conversion_mapping("inkling2_text", reads, overwrite=True)
-    try:
+    with reading():
         theirs = models.opened(tmp / "out")
-    finally:
-        conversion_mapping.register_checkpoint_conversion_mapping("inkling2_text", own, overwrite=True)
     assert type(theirs).__name__ == "Inkling2ForCausalLM"
     same(theirs.state_dict(), twin.state_dict())
     assert_bytes_equal(models.logits(theirs), models.logits(twin), "logits")

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from fp4ext.train import Config, Preset, Shape
 from fp4ext.train.display import Silent
@@ -24,6 +25,15 @@ MICRO = Preset(
     eval_windows=8,
     final_windows=16,
 )
+
+
+@pytest.fixture
+def one_thread():
+    """For work so small that it is slower on two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

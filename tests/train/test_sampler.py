@@ -10,16 +10,8 @@ from fp4ext.train.sampler import Request, Sampler, draw
 
 from .test_invariance import DTYPES, SHAPE, model, running
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [(7,), (1, 2, 3, 4, 5), tuple(range(20)), (250, 3), tuple(range(46)), (9, 9, 9)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Work this small is slower on two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def requests(**changes):

@@ -11,16 +11,9 @@ from fp4ext.train.sampler import Request
 
 pytest.importorskip("transformers", minversion="5.24")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = Shape(layers=2, d=32, heads=2, ffn=0, context=32, experts=4, top_k=2, expert_ffn=32)
 AGREE = ("matched", "bf16", "quantized_backward")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

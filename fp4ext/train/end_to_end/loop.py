@@ -23,7 +23,7 @@ import torch
 from fp4ext import export
 
 from .. import checkpoint, exported, inkling2, run, task
-from ..config import compare, facts
+from ..config import facts, tell_changes
 from ..errors import Refused
 from ..interrupt import Interrupts
 from ..pretrain import Result as Pretrained
@@ -80,10 +80,8 @@ def resume(out: str | Path, show: Stages | None = None, tensorboard: bool = True
     out, show = Path(out), show or Stages()
     settings = run.read_config(out)
     config = Config.from_dict(settings["run"])
-    if task.identity(config.task) != settings["data"]["digest"]:
-        raise Refused(f"--resume {out}: its task {config.task} has changed; accepted: the task that it began with")
-    for change in compare(settings["facts"], facts(config.pretraining())):
-        show.note(f"since the run began, {change}: what follows may differ in bits")
+    task.check_same(config.task, settings["data"]["digest"], out)
+    tell_changes(show, settings["facts"], facts(config.pretraining()))
     return _go_on(out, config, show, tensorboard)
 
 
@@ -125,21 +123,21 @@ def _stages(out: Path, config: Config, show: Stages, tensorboard: bool) -> Resul
 
 
 def _pretrain(out: Path, config: Config, show, tensorboard: bool) -> Pretrained:
-    path = out / "pretrain"
-    if (path / "result.json").exists():
-        return Pretrained.read(path)
-    if checkpoint.latest(path / "checkpoints") is not None:
-        return resume_pretraining(path, show, tensorboard)
-    return pretrain(config.pretraining(), path, show, tensorboard)
+    return run.carry_on(
+        out / "pretrain",
+        Pretrained.read,
+        lambda path: resume_pretraining(path, show, tensorboard),
+        lambda path: pretrain(config.pretraining(), path, show, tensorboard),
+    )
 
 
 def _rl(out: Path, config: Config, show, tensorboard: bool) -> Reinforced:
-    path = out / "rl"
-    if (path / "result.json").exists():
-        return Reinforced.read(path)
-    if checkpoint.latest(path / "checkpoints") is not None:
-        return rl.resume(path, show, tensorboard)
-    return rl.reinforce(config.reinforcing(out / "pretrain"), path, show, tensorboard)
+    return run.carry_on(
+        out / "rl",
+        Reinforced.read,
+        lambda path: rl.resume(path, show, tensorboard),
+        lambda path: rl.reinforce(config.reinforcing(out / "pretrain"), path, show, tensorboard),
+    )
 
 
 def _export(out: Path, config: Config, show, tensorboard: bool) -> Exported:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fp4ext
 
-from .. import task
+from .. import checkpoint, task
 from ..presets import Shape
 from ..sampler import Completion, Request
 from ..whole import Whole, shaped
@@ -178,19 +178,10 @@ class Learner:
 
     def files(self):
         """What a checkpoint keeps of it, as (file name, tensors)."""
-        yield f"{self.policy}.weights", self.model.state_dict()
-        state = {}
-        for name, p in self.model.named_parameters():
-            for key, value in self.optimizer.state[p].items():
-                state[f"{name}.{key}"] = value
-        yield f"{self.policy}.optimizer", state
+        return checkpoint.files_of(self.policy, self.model, self.optimizer)
 
     def load(self, files: dict[str, dict[str, Tensor]], diverged: dict[str, int | None]) -> None:
         """Take over what `files` gave, and where each arm diverged."""
         self.diverged = diverged[self.policy]
-        self.model.load_state_dict(files[f"{self.policy}.weights"])
-        parameters = dict(self.model.named_parameters())
-        for key, value in files[f"{self.policy}.optimizer"].items():
-            name, _, moment = key.rpartition(".")
-            self.optimizer.state[parameters[name]][moment] = value
+        checkpoint.take_over(files, self.policy, self.model, self.optimizer)
         self.sampler.refit(self.model)

@@ -10,22 +10,21 @@ A run that is stopped anywhere goes on bit for bit: what a step depends on is in
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 import fp4ext
 
 from .. import checkpoint, run, task
 from ..config import Config as PretrainConfig
-from ..config import compare, facts
+from ..config import facts, tell_changes
 from ..data import TASK, is_task
 from ..display import Silent
 from ..errors import Refused
 from ..interrupt import Interrupts
 from ..presets import Preset
+from ..pretrain import Result as Pretrained
 from ..pretrain import pretrain
 from ..pretrain import resume as resume_pretraining
 from . import grpo, report, result
@@ -70,11 +69,8 @@ def resume(out: str | Path, show=None, tensorboard: bool = True) -> Result:
     show, out = show or Silent(), Path(out)
     settings = run.read_config(out)
     config = Config.from_dict(settings["run"])
-    now = task.identity(config.task)
-    if now != settings["data"]["digest"]:
-        raise Refused(f"--resume {out}: its task {config.task} has changed; accepted: the task that it began with")
-    for change in compare(settings["facts"], facts(PretrainConfig("task", policies=["bf16"]))):
-        show.note(f"since the run began, {change}: what follows may differ in bits")
+    task.check_same(config.task, settings["data"]["digest"], out)
+    tell_changes(show, settings["facts"], facts(PretrainConfig("task", policies=["bf16"])))
     begin = Start.read(config.source, config.policy) if config.source else None
     if begin and begin.facts()["start"] != settings["data"]["start"]:
         raise Refused(f"--resume {out}: the weights in {config.source} have changed; accepted: those it began with")
@@ -141,7 +137,7 @@ def _go_on(directory: run.Run, config: Config, begin: Start | None, loaded, show
         begin = _pretrained(directory.path / "start", config, show)
         if isinstance(begin, Result):
             return begin
-    with _settings(config):
+    with run.settings(config.threads):
         learners = [Learner(name, config, begin.shape, begin.weights, begin.kind) for name in config.arms]
         start = 0
         if loaded:
@@ -167,11 +163,12 @@ def _pretrained(path: Path, config: Config, show) -> Start | Result:
         seed=config.seed,
         threads=config.threads,
     )
-    begun = checkpoint.latest(path / "checkpoints") is not None
     if not (path / "result.json").exists():
         show.note(f"no --from: pretraining a model on the text of {config.task} first, in {path}")
         bars = show.pretraining()
-        done = resume_pretraining(path, bars) if begun else pretrain(settings, path, bars)
+        done = run.carry_on(
+            path, Pretrained.read, lambda p: resume_pretraining(p, bars), lambda p: pretrain(settings, p, bars)
+        )
         if not done.finished:
             return Result(path.parent, finished=False, step=0, signal=done.signal)
     return Start.read(path, config.policy)
@@ -225,15 +222,3 @@ def _weight_bits(learner: Learner) -> float:
     packed = fp4ext.packed_weights(learner.sampler.model)
     elements = sum(w.shape.numel() for w in packed)
     return 8 * sum(w.nbytes for w in packed) / elements if packed else 16.0
-
-
-@contextmanager
-def _settings(config: Config):
-    """The process's number of threads, for the time of a run; torch's generator is afterwards as it was."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.threads)
-    try:
-        with torch.random.fork_rng([]):
-            yield
-    finally:
-        torch.set_num_threads(before)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+
+from .. import result
 
 
 @dataclass(frozen=True)
@@ -37,34 +37,10 @@ class Row:
     diverged: int | None
 
 
-@dataclass(frozen=True)
-class Result:
-    """A run's directory and outcome. If a `signal` stopped it after `step` steps: not `finished`, no `rows`."""
+class Result(result.Result):
+    """As pretraining's, with a row for each arm."""
 
-    out: Path
-    finished: bool
-    step: int
-    rows: tuple[Row, ...] = ()
-    signal: int | None = None
-
-    @property
-    def report(self) -> Path:
-        return self.out / "report.html"
-
-    @property
-    def at(self) -> str:
-        """Where it stands."""
-        return f"step {self.step}"
-
-    @classmethod
-    def read(cls, out: Path) -> Result:
-        """That of a finished run."""
-        found = json.loads((out / "result.json").read_bytes())
-        return cls(out, finished=True, step=found["step"], rows=tuple(Row(**row) for row in found["rows"]))
-
-    def to_json(self) -> bytes:
-        rows = [asdict(row) for row in self.rows]
-        return json.dumps({"step": self.step, "rows": rows}, indent=1, allow_nan=False).encode() + b"\n"
+    row = Row
 
 
 def table(arms: dict[str, float], metrics: list[dict]) -> tuple[Row, ...]:

@@ -17,6 +17,7 @@ from fp4ext.train.rl.loop import Start, _with_task
 
 from ..conftest import MICRO, InterruptAt
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = Shape(layers=2, d=64, heads=2, ffn=96, context=24)
 TINY = Shape(layers=1, d=32, heads=2, ffn=64, context=16)
 TASK = """
@@ -33,14 +34,6 @@ def task(tmp_path):
     path = tmp_path / "digit_task.py"
     path.write_text(TASK)
     return str(path)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small(task, **changes) -> Config:
