@@ -26,9 +26,9 @@ from ..policy import Policy
 from ..recipe import Dgrad, Fprop, Recipe, Wgrad
 from ..spec import Spec
 from .calibrate import Here
-from .capture import Layer, Loss, capture, layers_of, loss_of, plain, under
+from .capture import Layer, Loss, capture, layers_of, loss_of, mean_loss, plain, under
 from .cost import layer_seconds
-from .layer import HAT, Row, operands, products
+from .layer import HAT, Row, judge
 from .machines import Machine
 from .operations import Op, of_layer
 from .report import DRIFT, SATURATION, UNDERFLOW
@@ -199,8 +199,7 @@ def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine, d
     products_of, faulty, spent = {}, {}, 0.0
     tokens = min((layer.tokens for layer in layers), default=0)  # experts have rows for each of a token's choices
     for layer in layers:
-        rows = [*operands(layer, recipe, draws), *products(layer, recipe, draws)]
-        mine = [row for row in rows if (row.gemm == "fprop") == (which == "fprop")]
+        mine = [row for row in judge(layer, recipe, draws) if (row.gemm == "fprop") == (which == "fprop")]
         products_of.setdefault(layer.module, []).extend(row.measured for row in mine if row.is_product)
         found = next(filter(None, map(_fault, mine)), "")
         if found:
@@ -289,11 +288,10 @@ def _exceptions(advice: Advice, chosen: Score, back: Score) -> None:
 def _keep_budget(advice: Advice, model, batches, loss: Loss, names: list[str], budget: float, progress) -> None:
     """Greedy: the layer that costs most loss leaves 4 bits first, until the loss is within the budget."""
 
-    @torch.no_grad()
     def mean(policy: Policy | None) -> float:
         torch.manual_seed(0)
         with plain(model) if policy is None else under(model, policy):
-            return sum(loss(model, batch).item() for batch in batches) / len(batches)
+            return mean_loss(model, batches, loss)
 
     base, now = mean(None), mean(advice.policy)
     if now > base * (1 + budget):

@@ -168,6 +168,12 @@ def loss_of(model: nn.Module, batch) -> Tensor:
     return out
 
 
+@torch.no_grad()
+def mean_loss(model: nn.Module, batches: list, loss: Loss) -> float:
+    """Of the batches, as the model is now."""
+    return sum(loss(model, batch).item() for batch in batches) / len(batches)
+
+
 def capture(
     model: nn.Module,
     batches: Iterable,

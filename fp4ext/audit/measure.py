@@ -11,7 +11,7 @@ from torch import nn
 from .. import policies as known
 from ..noise import gradient_noise, weights
 from ..policy import Policy
-from .capture import BARE, Layer, Loss, capture, layers_of, loss_of, plain, under
+from .capture import BARE, Layer, Loss, capture, layers_of, loss_of, mean_loss, plain, under
 from .layer import judge
 from .operand import DRAWS
 from .report import Report
@@ -75,7 +75,7 @@ def _audit(report, model, batches, chosen, names, everything, loss, draws, token
     progress("running the batches", 0, 1)
     layers = capture(model, batches, everything, loss, tokens, dtype)
     with plain(model):
-        report.losses["bf16"] = _mean_loss(model, batches, loss)
+        report.losses["bf16"] = mean_loss(model, batches, loss)
     for name, layer in layers.items():
         report.layers[name] = facts(layer)
     total = sum(len(taken) for taken in names.values())
@@ -88,7 +88,7 @@ def _audit(report, model, batches, chosen, names, everything, loss, draws, token
             if name in layers:
                 rows += judge(layers[name], policy.recipe("pretrain", layers[name].module), draws)
         with under(model, policy):
-            report.losses[policy.name] = _mean_loss(model, batches, loss)
+            report.losses[policy.name] = mean_loss(model, batches, loss)
             report.ratios[policy.name] = _ratios(model, batches[0], loss)
     progress("done", total, total)
 
@@ -103,11 +103,6 @@ def facts(layer: Layer) -> dict:
         "outlier_channels": layer.outlier_channels()[:8],
         "outlier_channels_total": len(layer.outlier_channels()),
     }
-
-
-@torch.no_grad()
-def _mean_loss(model: nn.Module, batches: list, loss: Loss) -> float:
-    return sum(loss(model, batch).item() for batch in batches) / len(batches)
 
 
 def _ratios(model: nn.Module, batch, loss: Loss) -> dict[str, float]:

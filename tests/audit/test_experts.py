@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fp4ext
-from fp4ext import Dgrad, Fprop, Spec, policies
+from fp4ext import Spec, policies
 from fp4ext.audit import Monitor, advise, live, machines
 from fp4ext.audit.capture import bare, capture, layers_of, under
 from fp4ext.audit.layer import operands, products
@@ -14,7 +14,7 @@ from fp4ext.grouped import grouped_quantize
 from fp4ext.testing import assert_bytes_equal, generate
 
 from .conftest import MIXTURE
-from .test_faults import named
+from .test_faults import named, planted
 
 GATE_UP, DOWN = (f"blocks.1.mlp.experts.{stack}" for stack in ("gate_up_proj", "down_proj"))
 
@@ -87,14 +87,9 @@ def test_a_sound_mixture_has_no_faults(mixture, batches):
 
 
 def test_planted_faults_are_named_by_stack_and_operand(mixture, batches):
-    policy = policies.get("end_to_end")
-    sound = policy.pretrain
-    honest, nearest = Spec("nvfp4", rounding="stochastic"), Spec("nvfp4")
-    biased = fp4ext.Recipe(sound.fprop, Dgrad(nearest, honest, from_fprop=True), sound.wgrad)
-    saturating = fp4ext.Recipe(Fprop(Spec("mxfp4", "floor"), sound.fprop.w), sound.dgrad, sound.wgrad)
-    rules = (("blocks.1.mlp.experts", biased), ("blocks.0.mlp.experts", saturating))
     drown(mixture.blocks[0].mlp.experts, expert=2)
-    report = fp4ext.audit(mixture, batches, [policy.with_(name="planted", rules=rules)], draws=12)
+    policy = planted("blocks.1.mlp.experts", "blocks.0.mlp.experts")
+    report = fp4ext.audit(mixture, batches, [policy], draws=12)
     found = named(report)
     drift = {(name, "dgrad", what, "drift") for name in (GATE_UP, DOWN) for what in ("dy", "dx")}
     first = [f"blocks.0.mlp.experts.{stack}" for stack in ("gate_up_proj", "down_proj")]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fp4ext
-from fp4ext import Dgrad, Fprop, Spec, policies
+from fp4ext import Dgrad, Fprop, Recipe, Spec, policies
 from fp4ext.audit import capture
 from fp4ext.noise import SQRT3
 
@@ -19,6 +19,16 @@ linear = importlib.import_module("fp4ext.linear")  # the package's attribute of 
 
 def named(report, kinds=("drift", "saturation", "underflow", "non-finite", "noise")):
     return {(f.module, f.gemm, f.what, f.kind) for f in report.faults if f.kind in kinds}
+
+
+def planted(biased, saturating):
+    """end_to_end with two faults: a dgrad that rounds to nearest, a scale that saturates."""
+    policy = policies.get("end_to_end")
+    sound = policy.pretrain
+    honest, nearest = Spec("nvfp4", rounding="stochastic"), Spec("nvfp4")
+    drifts = Recipe(sound.fprop, Dgrad(nearest, honest, from_fprop=True), sound.wgrad)
+    cuts = Recipe(Fprop(Spec("mxfp4", "floor"), sound.fprop.w), sound.dgrad, sound.wgrad)
+    return policy.with_(name="planted", rules=((biased, drifts), (saturating, cuts)))
 
 
 def drowned_weight(model, block):
@@ -40,14 +50,9 @@ def test_a_sound_model_has_no_faults(model, batches):
 
 
 def test_planted_faults_are_named_and_none_elsewhere(model, batches):
-    policy = policies.get("end_to_end")
-    sound = policy.pretrain
-    honest, nearest = Spec("nvfp4", rounding="stochastic"), Spec("nvfp4")
-    biased = fp4ext.Recipe(sound.fprop, Dgrad(nearest, honest, from_fprop=True), sound.wgrad)
-    saturating = fp4ext.Recipe(Fprop(Spec("mxfp4", "floor"), sound.fprop.w), sound.dgrad, sound.wgrad)
-    rules = (("blocks.0.mlp.down", biased), ("blocks.0.mlp.gate_up", saturating))
     drowned_weight(model, 1)
-    report = fp4ext.audit(model, batches, [policy.with_(name="planted", rules=rules)], draws=DRAWS)
+    policy = planted("blocks.0.mlp.down", "blocks.0.mlp.gate_up")
+    report = fp4ext.audit(model, batches, [policy], draws=DRAWS)
     found = named(report)
     drift = {("blocks.0.mlp.down", "dgrad", what, "drift") for what in ("dy", "dx")}
     saturation = {("blocks.0.mlp.gate_up", "fprop", "x", "saturation")}

@@ -6,14 +6,14 @@ import json
 import pytest
 
 import fp4ext
-from fp4ext import Dgrad, Fprop, Recipe, Spec, policies, policy_file
+from fp4ext import Recipe, policies, policy_file
 from fp4ext.cli import main
 from fp4ext.train import Config, checkpoint, pretrain
 from fp4ext.train.load import load
 
 from .conftest import MIXTURE, PRESET
 from .test_experts import drown
-from .test_faults import drowned_weight, named
+from .test_faults import drowned_weight, named, planted
 
 SCHEDULE = dict(eval_every=30, save_every=30, log_every=10, eval_windows=4, final_windows=4)
 KINDS = {
@@ -21,15 +21,6 @@ KINDS = {
     "dense": (PRESET, "blocks.0.mlp.down", "blocks.0.mlp.gate_up", ["blocks.1.attention.qkv"]),
     "mixture": (MIXTURE, "blocks.0.mlp.experts", "blocks.1.mlp.shared.down", ["blocks.1.mlp.experts.gate_up_proj"]),
 }
-
-
-def planted(biased, saturating):
-    """end_to_end with two faults."""
-    policy = policies.get("end_to_end")
-    fprop, sound = policy.pretrain.fprop, policy.pretrain
-    drifts = Recipe(fprop, Dgrad(Spec("nvfp4"), Spec("nvfp4", rounding="stochastic"), from_fprop=True), sound.wgrad)
-    cuts = Recipe(Fprop(Spec("mxfp4", "floor"), fprop.w), sound.dgrad, sound.wgrad)
-    return policy.with_(name="planted", rules=((biased, drifts), (saturating, cuts)))
 
 
 @pytest.fixture(scope="module", params=KINDS)
