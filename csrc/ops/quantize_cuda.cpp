@@ -9,6 +9,12 @@ namespace {
 
 using std::optional;
 
+std::tuple<Tensor, Tensor, Tensor> finished(Job& job, const OnDevice& device, const optional<Tensor>& amax = {}) {
+  job.prepare(device, amax);
+  job.run(device);
+  return {*job.codes, *job.scales, job.global};
+}
+
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, Text spec, int64_t axis, optional<Tensor> rng, int64_t role,
                                             optional<Tensor> amax) {
   Job job(x, spec, axis, rng, role);
@@ -19,10 +25,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, Text spec, int64_t 
     check_same_device("amax", *amax, x);
     amax = torch::stable::contiguous(*amax);
   }
-  const OnDevice device(x);
-  job.prepare(device, amax);
-  job.run(device);
-  return {*job.codes, *job.scales, job.global};
+  return finished(job, OnDevice(x), amax);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const Tensor& x, Text row_spec, Text col_spec,
@@ -41,12 +44,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_rowcol(const
     col.run(device);
   }
   return {*row.codes, *row.scales, row.global, *col.codes, *col.scales, col.global};
-}
-
-std::tuple<Tensor, Tensor, Tensor> finished(Job& job, const OnDevice& device) {
-  job.prepare(device, {});
-  job.run(device);
-  return {*job.codes, *job.scales, job.global};
 }
 
 std::tuple<Tensor, Tensor, Tensor> requantize(const Tensor& codes, const Tensor& scales, const Tensor& global_scale, Text format, int64_t k,

@@ -7,7 +7,7 @@
 #include "../../csrc/ops/stored_cuda.h"
 
 // The library fp4ext_simt: the CUDA ops of csrc/ops, whose kernels run on the SIMT machine, on CPU tensors; the knobs of
-// the machine; and kernels that no op offers yet.
+// the machine; and kernels with choices that no op offers: which GEMM, swizzled scales, a small workspace.
 namespace fp4ext {
 namespace {
 
@@ -57,68 +57,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_swizzled(const Tensor& x, st
   }
   check_launch("quantize", kernels::quantize(args, nullptr));
   return {out[0], out[1], out[2], out[3]};
-}
-
-// quantize of experts, as an op would do it: codes and scales zeroed, amax and outer scales of each expert's own. `in`: all but the
-// experts is set; k: elements a row of x.
-std::tuple<Tensor, Tensor, Tensor> of_experts(const Tensor& on, kernels::Input in, const Tensor& offsets, const std::string& key,
-                                              int64_t axis, const Tensor& rng, int64_t role) {
-  const QuantizeSpec spec = parse_spec(key);
-  in.offsets = static_cast<const int32_t*>(offsets.data_ptr()), in.experts = static_cast<int>(offsets.numel());
-  const bool colwise = axis == -2, by_row = spec.outer == OuterKind::row;
-  const int64_t experts = in.experts, block = spec.block();
-  const int64_t rows = colwise ? in.cols : in.rows;
-  const int64_t k = colwise ? (in.rows + experts * (block - 1)) / block * block : (in.cols + block - 1) / block * block;
-  const auto zeros = [&](Sizes sizes, ScalarType type) {
-    Tensor t = torch::stable::new_empty(on, sizes, type);
-    if (t.numel()) std::memset(t.data_ptr(), 0, t.numel() * (type == ScalarType::Byte ? 1 : 4));
-    return t;
-  };
-  Tensor codes = zeros({rows, k / (spec.packed() ? 2 : 1)}, ScalarType::Byte), scales = zeros({rows, k / block}, ScalarType::Byte);
-  const int64_t groups = by_row ? (colwise ? experts * in.cols : in.rows) : experts;
-  Tensor amax = zeros({groups}, ScalarType::Float), enc = zeros({groups}, ScalarType::Float), dec = zeros({groups}, ScalarType::Float),
-         global = zeros({groups}, ScalarType::Float);
-  const auto floats = [](Tensor& t) { return static_cast<float*>(t.data_ptr()); };
-  kernels::Copy copy{colwise,
-                     spec.outer,
-                     kernels::rht_n(spec, colwise ? 0 : in.cols),
-                     spec.rht_stages,
-                     static_cast<const int64_t*>(rng.data_ptr()),
-                     rng.numel() == 4,
-                     false,
-                     floats(enc),
-                     floats(dec),
-                     static_cast<uint8_t*>(codes.data_ptr()),
-                     static_cast<uint8_t*>(scales.data_ptr()),
-                     colwise ? k : 0};
-  if (spec.outer != OuterKind::none) {
-    check_launch("amax", kernels::amax(in, copy, floats(amax), groups, nullptr));
-    const kernels::OuterArgs outer{floats(amax), groups,      spec.scale,    spec.rounding == Rounding::eden, spec.outer == OuterKind::pow2,
-                                   floats(enc),  floats(dec), floats(global)};
-    check_launch("outer_scales", kernels::outer_scales(outer, nullptr));
-    if (!colwise) {
-      Tensor spread = zeros({in.rows, 1}, ScalarType::Float);
-      check_launch("global_of_rows",
-                   kernels::global_of_rows(floats(global), by_row, in.offsets, in.experts, in.rows, floats(spread), nullptr));
-      global = spread;
-    }
-  } else {
-    global = zeros({0}, ScalarType::Float);
-  }
-  kernels::QuantizeArgs args{in, spec, static_cast<uint32_t>(role), {}};
-  args.copies[colwise] = copy;
-  check_launch("quantize", kernels::quantize(args, nullptr));
-  return {codes, scales, global};
-}
-std::tuple<Tensor, Tensor, Tensor> quantize_experts(const Tensor& x, const Tensor& offsets, std::string key, int64_t axis,
-                                                    const Tensor& rng, int64_t role) {
-  return of_experts(x, {x.data_ptr(), cuda_dtype("x", x), 1, x.size(0), x.size(1), {}}, offsets, key, axis, rng, role);
-}
-std::tuple<Tensor, Tensor, Tensor> requantize_experts(const Tensor& codes, const Tensor& scales, const Tensor& global, std::string format,
-                                                      int64_t k, const Tensor& offsets, std::string key, int64_t axis, const Tensor& rng,
-                                                      int64_t role) {
-  const Stored from(codes, scales, global, format, k);
-  return of_experts(codes, {nullptr, kernels::Dtype::stored, 1, codes.size(0), k, stored_for_kernels(from)}, offsets, key, axis, rng, role);
 }
 
 kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& global,
@@ -202,10 +140,6 @@ STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
       "run_gemm(str kernel, Tensor x, Tensor? x_scales, Tensor? x_global, str x_format, Tensor w, Tensor? w_scales, Tensor? w_global,"
       " str w_format, Tensor? bias, Tensor? offsets, str out_dtype, bool over_tokens=False, Tensor? onto=None) -> Tensor");
   m.def("run_attention(Tensor q, Tensor k, Tensor v, Tensor? start, float scale, int budget=0) -> Tensor");
-  m.def("quantize_experts(Tensor x, Tensor offsets, str spec, int axis, Tensor rng, int role) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "requantize_experts(Tensor codes, Tensor scales, Tensor global_scale, str format, int k, Tensor offsets, str spec, int axis,"
-      " Tensor rng, int role) -> (Tensor, Tensor, Tensor)");
   m.def("quantize_swizzled(Tensor x, str spec, Tensor rng, Tensor enc, Tensor dec) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
@@ -217,7 +151,5 @@ STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CPU, m) {
   m.impl("run_gemm", TORCH_BOX(&fp4ext::run_gemm));
   m.impl("run_attention", TORCH_BOX(&fp4ext::run_attention));
-  m.impl("quantize_experts", TORCH_BOX(&fp4ext::quantize_experts));
-  m.impl("requantize_experts", TORCH_BOX(&fp4ext::requantize_experts));
   m.impl("quantize_swizzled", TORCH_BOX(&fp4ext::quantize_swizzled));
 }
