@@ -202,7 +202,7 @@ MUTANTS = [
     # experts
     ("an expert's tokens are not padded", "any/tile.cuh", "(end - begin + block - 1) / block * block", "end - begin", experts),
     ("an expert's rotation has the length of all", "any/tile.cuh", "rht_length((v.k_size + 15) / 16 * 16, c.rht)", "c.rht", experts),
-    ("all experts have the first one's outer scale", "any/tile.cuh", "|| in.offsets ? v.batch : 0", "? v.batch : 0", experts),
+    ("all experts have the first one's outer scale", "any/tile.cuh", "c.outer == OuterKind::expert ? v.batch : 0", "0", experts),
     ("random bits hang on the expert's row", "any/tile.cuh", "first(colwise ? p.batch * in.cols : p.first)", "first(colwise ? 0 : p.first)", experts),
     # emulated GEMM
     ("no barrier between steps", "sm80/gemm_invariant.cu", "close_chunk(total, acc);\n    __syncthreads();", "close_chunk(total, acc);", invariant),

@@ -145,8 +145,8 @@ struct Output {
   }
 };
 
-__device__ inline Outer<float> outer_of(const Input& in, const Copy& c, const View& v, int64_t row) {
-  const int64_t group = group_of(in, c, v, row);
+__device__ inline Outer<float> outer_of(const Copy& c, const View& v, int64_t row) {
+  const int64_t group = group_of(c, v, row);
   return {c.outer_enc[group], c.outer_dec[group]};
 }
 

@@ -48,13 +48,13 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (copy.outer == OuterKind::row) {
       largest = max_over_lanes(largest, Stand<16>::kAlong);
-      if (stand.chunk == 0 && view.row + line < view.rows) atomicMax(groups + group_of(in, copy, view, view.row + line), largest);
+      if (stand.chunk == 0 && view.row + line < view.rows) atomicMax(groups + group_of(copy, view, view.row + line), largest);
       largest = 0;
     }
   }
   if (copy.outer == OuterKind::row) return;
   largest = max_over_lanes(largest, 32);
-  if (threadIdx.x % 32 == 0 && largest) atomicMax(groups + group_of(in, copy, view, 0), largest);
+  if (threadIdx.x % 32 == 0 && largest) atomicMax(groups + group_of(copy, view, 0), largest);
 }
 
 __global__ void __launch_bounds__(kThreads) outer_scales_kernel(const OuterArgs a) {

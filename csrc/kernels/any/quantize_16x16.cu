@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<rule>) quantize_16x16_
   load_any_tile(a.in, place, tile);
   __syncthreads();
   const Copy &row_copy = a.copies[0], &col_copy = a.copies[1], &any = row_copy.codes ? row_copy : col_copy;
-  const Outer<float> outer = outer_of(a.in, any, View(a.in, any.colwise, place), 0);
+  const Outer<float> outer = outer_of(any, View(a.in, any.colwise, place), 0);
   const int lane = threadIdx.x % 16;
   FP4_ROLLED
   for (int block = threadIdx.x / 16; block < 64; block += kThreads / 16) {

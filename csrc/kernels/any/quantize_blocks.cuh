@@ -22,7 +22,7 @@ __device__ void quantize_copy(const QuantizeArgs& a, const Copy& copy, const Pla
     rotation(t, padded - site.k);
     const bool exists = out.holds(view, row, column);
     Outer<float> outer{};
-    if (Encoder::kOuter) outer = outer_of(a.in, copy, view, exists ? row : 0);
+    if (Encoder::kOuter) outer = outer_of(copy, view, exists ? row : 0);
     site.row = view.first + row;
     uint32_t words[Encoder::kWords];
     const uint32_t scale = Encoder::encode(t, outer, a.spec, site, rotation, words);

@@ -177,8 +177,8 @@ __device__ inline Rng read_rng(const Copy& c) {
 }
 
 // The outer group of a row (in the tile's matrix).
-__device__ inline int64_t group_of(const Input& in, const Copy& c, const View& v, int64_t row) {
-  return c.outer == OuterKind::row ? v.first + row : c.outer == OuterKind::expert || in.offsets ? v.batch : 0;
+__device__ inline int64_t group_of(const Copy& c, const View& v, int64_t row) {
+  return c.outer == OuterKind::row ? v.first + row : c.outer == OuterKind::expert ? v.batch : 0;
 }
 
 // The length of its RHT: an expert's tokens are as many as they are.
