@@ -31,6 +31,13 @@ KERNELS = {
         {"quantize_16x16_kernel": ({"LDG.E.128": 1, "LDS.128": 2, "STG.E.64": 2, "SHFL": 1}, 255)},
     ),
     "any/gemm_finish.cu": (PLAIN, {"gemm_finish_kernel": ({"LDG.E": 4, "STG.E": 8}, 64)}),
+    "any/gemm_lanes.cu": (
+        PLAIN,
+        {
+            "gemm_lanes_kernel.*ShapeILi4E": ({"FFMA": 192, "LDS.64": 16, "LDG.E.128": 2, "SHFL": 60}, 128),
+            "gemm_lanes_kernel.*ShapeILi1E": ({"FFMA": 96, "LDS.64": 12, "LDG.E.128": 2, "SHFL": 30}, 128),
+        },
+    ),
     "any/dequantize.cu": (PLAIN, {"dequantize_kernel": ({"STG.E.128": 2}, 128)}),
     "any/attention.cu": (
         PLAIN,

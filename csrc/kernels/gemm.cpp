@@ -13,9 +13,15 @@ bool copies_align(const Operand& o) {
 
 }  // namespace
 
+bool bf16_holds(const GemmArgs& a) {
+  const auto holds = [](const Operand& o) { return o.elem != Elem::fp32 && o.elem != Elem::fp16; };
+  return holds(a.x) && holds(a.w);
+}
+
 bool decode_takes(const GemmArgs& a) {
-  return a.x.rows <= 16 && !a.over_tokens && a.w.elem != Elem::bf16 && a.x.k_stored == a.w.k_stored && a.x.k_stored % 128 == 0 &&
-         copies_align(a.x) && copies_align(a.w) && decode_shared_bytes(a) <= 99 * 1024;  // what every device since sm_80 has
+  return a.x.rows <= 16 && bf16_holds(a) && !a.over_tokens && a.w.elem != Elem::bf16 && a.x.k_stored == a.w.k_stored &&
+         a.x.k_stored % 128 == 0 && copies_align(a.x) && copies_align(a.w) &&
+         decode_shared_bytes(a) <= 99 * 1024;  // what every device since sm_80 has
 }
 
 bool native_takes(const GemmArgs& a) {

@@ -139,10 +139,10 @@ __device__ inline void write(const GemmArgs& a, const Rows& rows, int64_t n0, co
   }
 }
 
-// What rows of nobody get, by the first `threads` of the block.
-__device__ inline void write_zeros(const GemmArgs& a, const Rows& rows, int64_t n0, int threads) {
-  for (int64_t i = threadIdx.x; i < (rows.end - rows.begin) * kTile; i += threads)
-    if (n0 + i % kTile < a.w.rows) store(a, (rows.begin + i / kTile) * a.w.rows + n0 + i % kTile, 0.0f);
+// What rows of nobody get, in `columns` columns from n0 on, by the first `threads` of the block.
+__device__ inline void write_zeros(const GemmArgs& a, const Rows& rows, int64_t n0, int threads, int columns = kTile) {
+  for (int64_t i = threadIdx.x; i < (rows.end - rows.begin) * columns; i += threads)
+    if (n0 + i % columns < a.w.rows) store(a, (rows.begin + i / columns) * a.w.rows + n0 + i % columns, 0.0f);
 }
 
 }  // namespace fp4ext::kernels

@@ -25,6 +25,8 @@ Gemm native_gemm(int sm) {
   return nullptr;
 }
 
+constexpr char kNativeTakes[] = "backend 'native' takes NVFP4·NVFP4 with K a multiple of 64, or MXFP8·MXFP8 with K a multiple of 128";
+
 // What is known of a device's native kernel: nothing until its first use, when it tests itself.
 struct Native {
   Gemm gemm = nullptr;
@@ -70,14 +72,19 @@ Route choose_gemm(const kernels::GemmArgs& args, bool invariant, const std::stri
   if (wanted == fast) {
     STD_TORCH_CHECK(!invariant, "backend 'fast' is not row-invariant; accepted with it: accumulate 'fast'");
     STD_TORCH_CHECK(!args.offsets, "backend 'fast' takes dense products; accepted for experts: auto, emulated, native");
+    STD_TORCH_CHECK(kernels::bf16_holds(args), "backend 'fast' multiplies in bfloat16; accepted for float32 and float16: auto, emulated");
     return {"fast", nullptr};
+  }
+  if (!kernels::bf16_holds(args)) {
+    STD_TORCH_CHECK(wanted != native_only, kNativeTakes);
+    return {"emulated", kernels::gemm_lanes};
   }
   if (wanted != emulated) {
     const Native& native = native_on(device);
     const bool takes = kernels::native_takes(args);
     if (native.gemm && takes) return {"native", native.gemm};
     STD_TORCH_CHECK(wanted == any || native.gemm, "backend 'native' is not available: ", native.why_not);
-    STD_TORCH_CHECK(wanted == any, "backend 'native' takes NVFP4·NVFP4 with K a multiple of 64, or MXFP8·MXFP8 with K a multiple of 128");
+    STD_TORCH_CHECK(wanted == any, kNativeTakes);
   }
   // The same bits either way.
   if (kernels::decode_takes(args)) return {"emulated", kernels::gemm_decode};
@@ -94,7 +101,8 @@ std::string native_status(int device) {
 
 std::string emulated_status(int device) {
   const int sm = capability(device);
-  return sm >= 80 ? "available: bf16 tensor cores of sm_" + std::to_string(sm) + "; row-invariant, K in steps of 16 in an order of its own"
+  return sm >= 80 ? "available: bf16 tensor cores of sm_" + std::to_string(sm) +
+                        "; row-invariant, K in steps of 16 in an order of its own; float32 and float16 by FMA, the CPU's bytes"
                   : "built, but this device is sm_" + std::to_string(sm) + ", and it needs sm_80";
 }
 

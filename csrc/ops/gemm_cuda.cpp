@@ -10,11 +10,10 @@ namespace {
 using Optional = std::optional<Tensor>;
 
 // An operand of one expert of several. along_k: each has all rows, and its own part of the contraction.
-kernels::Operand for_kernels(const char* side, const Input& in, int64_t experts, bool along_k) {
+kernels::Operand for_kernels(const Input& in, int64_t experts, bool along_k) {
+  using enum kernels::Elem;
+  static constexpr kernels::Elem kElems[] = {e2m1, e4m3, e5m2, bf16, fp16, fp32};
   const cpu::Operand& o = in.operand;
-  STD_TORCH_CHECK(o.elem != cpu::Elem::fp16 && o.elem != cpu::Elem::fp32, side, " is ", o.elem == cpu::Elem::fp16 ? "float16" : "float32",
-                  "; accepted on CUDA: quantized, or bfloat16");
-  static constexpr kernels::Elem kElems[] = {kernels::Elem::e2m1, kernels::Elem::e4m3, kernels::Elem::e5m2, kernels::Elem::bf16};
   const int64_t rows = along_k ? o.rows : o.rows / experts;
   const int64_t expert_stride = in.globals == experts * rows ? rows : in.globals == experts;
   return {o.codes, o.scales, o.global, expert_stride, o.global_stride, kElems[static_cast<int>(o.elem)], o.block, rows, o.k_stored};
@@ -50,8 +49,8 @@ struct Product {
                                 : "[N, K]",
                       experts, by_tokens);
     if (!by_tokens) contraction(x.operand, w.operand);
-    args.x = for_kernels("x", x, by_tokens ? experts : 1, by_tokens);
-    args.w = for_kernels("w", w, experts, by_tokens);
+    args.x = for_kernels(x, by_tokens ? experts : 1, by_tokens);
+    args.w = for_kernels(w, experts, by_tokens);
     args.offsets = offsets ? static_cast<const int32_t*>(offsets->data_ptr()) : nullptr;
     args.experts = static_cast<int>(experts);
     args.over_tokens = by_tokens;

@@ -10,7 +10,8 @@ import fp4ext
 from fp4ext.testing import KINDS, assert_bytes_equal, assert_same_quantized, generate
 
 from ..simt.operands import operand
-from ..simt.test_gemm import DECODED_PAIRS, PAIRS, check_bound
+from ..simt.test_gemm import DECODED_PAIRS, PAIRS, check_bound, tokens
+from ..simt.test_gemm_lanes import PAIRS as LANES
 from ..simt.test_ops import qkv
 from ..simt.test_quantize import ALL, KEYS, RNG, SHARD
 
@@ -125,6 +126,24 @@ def test_gemm(x_format, w_format):
             wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, None, "bfloat16", "invariant", "cpu")
             y = gemm(to_gpu(x), to_gpu(w), out_dtype="bfloat16", backend=backend)
             assert_bytes_equal(y.cpu(), wanted, f"{backend} {x_format} {w_format} {m} {n} {k}")
+
+
+@pytest.mark.parametrize("x_format, w_format", LANES)
+def test_what_bf16_does_not_hold(x_format, w_format):
+    """fp32 and fp16, beside anything: the CPU's bytes, dense, over rows and over tokens; so rows are invariant."""
+    for i, (m, n, k) in enumerate(((1, 16, 128), (130, 200, 1088), (16, 640, 4224), (257, 129, 85))):
+        x, w = operand(x_format, m, k, seed=i, outer="row"), operand(w_format, n, k, seed=9)
+        wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, None, "float32", "invariant", "cpu")
+        assert_bytes_equal(gemm(to_gpu(x), to_gpu(w)).cpu(), wanted, f"{x_format} {w_format} {m} {n} {k}")
+    offsets = torch.tensor([0, 5, 5, 128, 250], dtype=torch.int32)
+    x, w = operand(x_format, 260, 96, seed=1), operand(w_format, 5, 48, 96, seed=2)
+    wanted = fp4ext.ops.grouped_gemm(*x.parts, *w.parts, offsets, "float32", "invariant", "cpu")
+    y = fp4ext.ops.grouped_gemm(*to_gpu(x).parts, *to_gpu(w).parts, offsets.to(GPU), "float32", "invariant", "auto")
+    assert_bytes_equal(y.cpu(), wanted, "rows")
+    x, w = (tokens(format, rows, offsets.tolist(), rows)[0] for format, rows in ((x_format, 40), (w_format, 70)))
+    wanted = fp4ext.ops.grouped_gemm(*x.parts, *w.parts, offsets, "float32", "invariant", "cpu")
+    y = fp4ext.ops.grouped_gemm(*to_gpu(x).parts, *to_gpu(w).parts, offsets.to(GPU), "float32", "invariant", "auto")
+    assert_bytes_equal(y.cpu(), wanted, "tokens")
 
 
 @pytest.mark.parametrize("x_format, w_format", PAIRS)
@@ -338,6 +357,9 @@ def test_sanitized_ops():
             a, b = to_gpu(operand(x_format, m, k, seed=1)), to_gpu(operand(w_format, n, k, seed=2))
             gemm(a, b)
             gemm(a, b, backend="fast", accumulate="fast")
+    for x_format, w_format in LANES:
+        for m, n, k in ((3, 17, 128), (130, 129, 85)):
+            gemm(to_gpu(operand(x_format, m, k, seed=1)), to_gpu(operand(w_format, n, k, seed=2)))
     a, b = to_gpu(operand("nvfp4", 310, 144, seed=1)), to_gpu(operand("nvfp4", 5, 17, 144, seed=2))
     torch.ops.fp4ext.grouped_gemm(*a.parts, *b.parts, offsets, "float32", "invariant", "auto")
     a = torch.ops.fp4ext.grouped_quantize(x, offsets, KEYS[0], -2, None, 0)

@@ -62,8 +62,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_swizzled(const Tensor& x, st
 kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& global,
                          const std::string& format, int64_t experts, int64_t token_experts = 0) {
   using enum kernels::Elem;
-  static constexpr Choice<kernels::Elem> kElems[] = {
-      {"nvfp4", e2m1}, {"mxfp4", e2m1}, {"mxfp8", e4m3}, {"mxfp8_e5m2", e5m2}, {"bf16", bf16}};
+  static constexpr Choice<kernels::Elem> kElems[] = {{"nvfp4", e2m1}, {"mxfp4", e2m1}, {"mxfp8", e4m3}, {"mxfp8_e5m2", e5m2},
+                                                     {"bf16", bf16},  {"fp16", fp16},  {"fp32", fp32}};
   const auto elem = choose("format", format, kElems);
   const int64_t rows = product(sizes_of(codes), 0, codes.dim() - 1), globals = global ? global->numel() : 0;
   return {codes.data_ptr(),
@@ -74,9 +74,9 @@ kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scale
                             : globals == experts,
           token_experts ? globals == token_experts * rows && rows > 1 : globals == rows && globals > 1,
           elem,
-          format == "nvfp4"  ? 16
-          : format == "bf16" ? 0
-                             : 32,
+          format == "nvfp4" ? 16
+          : scales          ? 32
+                            : 0,
           rows / experts,
           codes.size(codes.dim() - 1) * (elem == e2m1 ? 2 : 1)};
 }
@@ -101,12 +101,14 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
   args.experts = static_cast<int>(experts);
   using Gemm = cudaError_t (*)(const kernels::GemmArgs&, cudaStream_t);
   static constexpr Choice<Gemm> kKernels[] = {{"invariant", kernels::gemm_invariant},
+                                              {"lanes", kernels::gemm_lanes},
                                               {"decode", kernels::gemm_decode},
                                               {"sm120", kernels::gemm_sm120},
                                               {"sm100", kernels::gemm_sm100}};
   const Gemm gemm = choose("kernel", kernel, kKernels);
-  STD_TORCH_CHECK(kernel == "invariant" || (kernel == "decode" ? kernels::decode_takes(args) : kernels::native_takes(args)), kernel,
-                  " does not take these");
+  STD_TORCH_CHECK(
+      kernel == "invariant" || kernel == "lanes" || (kernel == "decode" ? kernels::decode_takes(args) : kernels::native_takes(args)),
+      kernel, " does not take these");
   check_launch("gemm", gemm(args, nullptr));
   return y;
 }

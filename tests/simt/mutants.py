@@ -30,6 +30,8 @@ from .test_attention import qkv, test_in_turns, test_underflow_keeps_the_sign_of
 from .test_experts import KEYS as EXPERTS
 from .test_experts import test_equal_the_cpu, test_the_rotation_of_each_expert_has_its_own_length
 from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
+from .test_gemm_lanes import check as check_lanes
+from .test_gemm_lanes import test_no_stripe_of_tiles_is_lost, test_the_sign_of_zero, unaligned
 from .test_gemm_native import test_many_tiles
 
 KERNELS = CSRC / "kernels"
@@ -111,6 +113,17 @@ def decode(machine):
     grouped(machine, "decode")
 
 
+def lanes(machine):
+    for seed, (m, n, k) in enumerate(((17, 40, 2085), (5, 67, 1040), (33, 9, 31))):
+        machine.configure(seed)
+        for formats in (("fp32", "fp32"), ("fp16", "nvfp4")):
+            x, w = operand(formats[0], m, k, seed=seed, outer="row"), operand(formats[1], n, k, seed=9, outer="row")
+            check_lanes(machine, x, w)
+            check_lanes(machine, unaligned(x), w)
+    test_the_sign_of_zero(machine)
+    test_no_stripe_of_tiles_is_lost(machine)
+
+
 def sm120(machine):
     multiply(machine, "sm120", "nvfp4", "mxfp8")
 
@@ -167,6 +180,7 @@ RUNS = {
     invariant: "sm80/gemm_invariant.cu",
     over_tokens: "sm80/gemm_invariant.cu",
     decode: "sm80/gemm_decode.cu",
+    lanes: "any/gemm_lanes.cu",
     attention: "any/attention.cu",
     sm120: "sm120/gemm_native.cu",
     sm100: "sm100/gemm_native.cu",
@@ -223,6 +237,16 @@ MUTANTS = [
     ("no barrier before the chunks are added", "sm80/gemm_decode.cu", "  __syncthreads();\n\n  for (int i = threadIdx.x; i < x_rows", "  for (int i = threadIdx.x; i < x_rows", decode),
     ("a chunk is left out", "sm80/gemm_decode.cu", "for (int c = 1; c < chunks; ++c)", "for (int c = 1; c < chunks - 1; ++c)", decode),
     ("fragments of the wrong half", "sm80/gemm_decode.cu", "high = e2m1_pair(u.y", "high = e2m1_pair(u.x", decode),
+    # the law's own lanes
+    ("no barrier between steps of lanes", "any/gemm_lanes.cu", "close_chunk(acc, total);\n    __syncthreads();", "close_chunk(acc, total);", lanes),
+    ("neighbouring lanes are added first", "any/gemm_lanes.cu", "fold<8>(acc);\n  fold<4>(acc);\n  fold<2>(acc);\n  fold<1>(acc);", "fold<8>(acc);\n  fold<4>(acc);\n  fold<1>(acc);\n  fold<2>(acc);", lanes),
+    ("a lane keeps what the other keeps too", "any/gemm_lanes.cu", "given = upper ? acc[i] : acc[i + kKept]", "given = upper ? acc[i + kKept] : acc[i]", lanes),
+    ("the sixteens of a step change places", "any/gemm_lanes.cu", "float4{first[2], second[2], first[3], second[3]}", "float4{second[2], first[2], second[3], first[3]}", lanes),
+    ("a zero more than the law has", "any/gemm_lanes.cu", "if (kBoth) sum", "sum", lanes),
+    ("chunks of half their length", "any/gemm_lanes.cu", "kPerChunk = kChunk / kStep", "kPerChunk = kChunk / kStep / 2", lanes),
+    ("elements past the end", "any/gemm_lanes.cu", "k_size - k < 4 ? k_size - k : 4", "4", lanes),
+    ("the scale of the first block for all, lanes", "any/gemm_lanes.cu", "scales[k >> shift()]", "scales[0]", lanes),
+    ("a band that is not full is as wide as the others", "any/gemm_lanes.cu", "across - band < kBand ? across - band : kBand", "kBand", lanes),
     # attention
     ("no barrier before scores' terms are replaced", "any/attention.cu", "const int term = threadIdx.x % kDepth;\n    __syncthreads();\n    if (term < depth)", "const int term = threadIdx.x % kDepth;\n    if (term < depth)", attention),
     ("no barrier before values' terms are replaced", "any/attention.cu", "kDepth ? count - j : kDepth;\n    __syncthreads();", "kDepth ? count - j : kDepth;", attention),

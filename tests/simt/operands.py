@@ -8,6 +8,8 @@ from torch import Tensor
 import fp4ext
 from fp4ext import reference
 
+PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 
 @dataclass
 class Operand:
@@ -42,9 +44,9 @@ def operand(format: str, *shape: int, seed: int, outer: str = "tensor", integers
     partial sum is exact."""
     g = torch.Generator().manual_seed(seed)
     *rows, k = shape
-    if format == "bf16":
+    if format in PLAIN:
         x = torch.randint(-8, 9, shape, generator=g).float() if integers else torch.randn(shape, generator=g)
-        return Operand(format, x.to(torch.bfloat16))
+        return Operand(format, x.to(PLAIN[format]))
     fmt = fp4ext.formats.get(format)
     padded = k + -k % fmt.block
     e2m1 = format in ("nvfp4", "mxfp4")

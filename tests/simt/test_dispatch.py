@@ -69,9 +69,34 @@ def test_plain_operands(simt, device):
     device(80)
     x, w = operand("bf16", 5, 48, seed=7), operand("nvfp4", 8, 48, seed=8)
     assert_bytes_equal(gemm(simt, x, w), by(simt, "invariant", x, w), "bf16 activations")
-    x.codes, x.format = x.codes.float(), "fp32"
-    with pytest.raises(RuntimeError, match="x is float32; accepted on CUDA: quantized, or bfloat16"):
-        gemm(simt, x, w)
+
+
+@pytest.mark.parametrize("x_format, w_format", [("fp32", "fp32"), ("fp16", "nvfp4"), ("bf16", "fp16")])
+@pytest.mark.parametrize("sm", [80, 120])
+def test_what_bf16_does_not_hold(simt, device, sm, x_format, w_format):
+    """The CPU's bytes, few rows or many, however they are accumulated; refused where it would be rounded to bf16."""
+    device(sm)
+    for m in (5, 20):
+        x, w, bias = operand(x_format, m, 128, seed=7), operand(w_format, 8, 128, seed=8), torch.randn(8)
+        for backend, accumulate in (("auto", "invariant"), ("emulated", "invariant"), ("auto", "fast")):
+            args = *x.parts, *w.parts, bias, "bfloat16", accumulate
+            wanted = torch.ops.fp4ext.gemm(*args, "cpu")
+            assert_bytes_equal(simt.ops.gemm(*args, backend), wanted, f"{backend} {accumulate}")
+        out = torch.ones(m, 8)
+        wanted = out.clone()
+        torch.ops.fp4ext.gemm_add(*x.parts, *w.parts, bias, wanted, "invariant", "cpu")
+        simt.ops.gemm_add(*x.parts, *w.parts, bias, out, "invariant", "auto")
+        assert_bytes_equal(out, wanted, "added")
+    with pytest.raises(
+        RuntimeError, match="'fast' multiplies in bfloat16; accepted for float32 and float16: auto, emu"
+    ):
+        simt.ops.gemm(*x.parts, *w.parts, None, "float32", "fast", "fast")
+    with pytest.raises(RuntimeError, match="takes NVFP4"):
+        gemm(simt, x, w, "native")
+    offsets = torch.tensor([3, 3, 19], dtype=torch.int32)
+    w = operand(w_format, 3, 8, 128, seed=9)
+    args = *x.parts, *w.parts, offsets, "float32", "invariant"
+    assert_bytes_equal(simt.ops.grouped_gemm(*args, "auto"), torch.ops.fp4ext.grouped_gemm(*args, "cpu"), "experts")
 
 
 @pytest.mark.parametrize("kernel", ["sm120", "sm100"])

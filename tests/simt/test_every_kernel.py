@@ -9,7 +9,7 @@ import torch
 
 from fp4ext.testing import assert_bytes_equal, assert_same_quantized, generate
 
-from . import test_attention, test_gemm
+from . import test_attention, test_gemm, test_gemm_lanes
 from .operands import operand
 from .test_experts import check as experts_check
 from .test_quantize import KEYS, RNG, SHARD, check, full
@@ -61,6 +61,16 @@ def test_gemm_invariant(simt, x_format, w_format):
     test_gemm.check_bound(test_gemm.gemm(simt, "invariant", x, w, torch.zeros(7)), x, w)
     test_gemm.test_over_tokens(simt, x_format, w_format, [0, 16, 17])
     test_gemm.test_added_to_y(simt, "invariant", (x_format, w_format))
+
+
+@pytest.mark.parametrize("x_format, w_format", [("fp32", "fp32"), ("fp16", "nvfp4"), ("mxfp8", "fp32")])
+def test_lanes(simt, x_format, w_format):
+    for m, n, k in ((1, 1, 1), (17, 70, 85), (5, 9, 1050)):
+        x, w = operand(x_format, m, k, seed=1), operand(w_format, n, k, seed=2)
+        test_gemm_lanes.check(simt, x, w, torch.zeros(n))
+        test_gemm_lanes.check(simt, test_gemm_lanes.unaligned(x), test_gemm_lanes.unaligned(w), None, "bfloat16")
+    test_gemm_lanes.test_grouped(simt, x_format, w_format, [0, 3, 3, 36], False)
+    test_gemm_lanes.test_over_tokens(simt, x_format, w_format, [0, 16, 17])
 
 
 def test_gemm_decode(simt):

@@ -121,8 +121,8 @@ def tokens(format, rows, offsets, seed, outer="tensor"):
     counts = [end - begin for begin, end in zip([0, *offsets], offsets, strict=False)]
     parts = [operand(format, rows, n, seed=seed + e, outer=outer) for e, n in enumerate(counts)]
     codes, scales = [part.codes for part in parts], [part.scales for part in parts]
-    if format == "bf16":
-        return Operand(format, torch.cat([*codes, torch.full((rows, 9), torch.nan, dtype=torch.bfloat16)], 1)), parts
+    if parts[0].scales is None:
+        return Operand(format, torch.cat([*codes, torch.full((rows, 9), torch.nan, dtype=codes[0].dtype)], 1)), parts
     block = fp4ext.formats.get(format).block
     codes.append(torch.full((rows, 3 * block // (2 if "fp4" in format else 1)), 0x7F, dtype=torch.uint8))
     scales.append(torch.full((rows, 3), 0x7F if format == "nvfp4" else 0xFF, dtype=torch.uint8))
