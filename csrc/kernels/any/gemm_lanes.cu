@@ -163,14 +163,15 @@ __global__ void __launch_bounds__(S::kThreads, 2) gemm_lanes_kernel(const __grid
 
   // What a thread brings: of line i / 4 the lanes 4(i % 4) to 4(i % 4) + 3, of both sixteens of a step.
   Four fours[S::kEach][2];
+  const int x_lines = static_cast<int>(rows.end - rows.begin),
+            w_lines = static_cast<int>(a.w.rows - n0 < S::kColumns ? a.w.rows - n0 : S::kColumns);
   const auto load = [&](int step) {
     FP4_UNROLL
     for (int e = 0; e < S::kEach; ++e) {
       const int i = threadIdx.x + e * S::kThreads, line = i / 4, k = step * kStep + i % 4 * 4;
       if (line >= S::kLines) continue;
-      const int64_t row = line < S::kRows ? rows.begin + line : n0 + line - S::kRows;
-      const Source source = line < S::kRows ? Source(a.x, row, row < rows.end, span.x, k_size)
-                                            : Source(a.w, w_rows + line - S::kRows, row < a.w.rows, span.w, k_size);
+      const Source source = line < S::kRows ? Source(a.x, rows.begin + line, line < x_lines, span.x, k_size)
+                                            : Source(a.w, w_rows + line - S::kRows, line - S::kRows < w_lines, span.w, k_size);
       source.load(k, fours[e][0]);
       source.load(k + kLanes, fours[e][1]);
     }
