@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import ops
+from . import cublas, ops
 from .formats import Format
-from .gemm import VARIANT, check_choices, operand
+from .gemm import check_choices, operand
 from .qtensor import QTensor
 from .quantize import check_device, check_input, check_place, rng_state, wrap
 from .spec import Spec
@@ -144,7 +144,7 @@ def grouped_gemm(
             y[e] = x[:, rows_e]·w[:, rows_e]ᵀ. QTensors of any format (over tokens, Ragged), or plain fp32, bf16 or fp16
             tensors.
         offsets: int32 [E], the ends of the experts' rows; for a Ragged those that it was made with.
-        out_dtype, accumulate, backend: see gemm.
+        out_dtype, accumulate, backend: see gemm. "fast" takes no experts, "cublas" those of cublas.GROUPED_TAKES.
 
     Returns:
         [T, N], where rows past the last offset are zero, whatever x holds there; or [E, M, N], where an expert without
@@ -158,8 +158,8 @@ def grouped_gemm(
     """
     operands = *_grouped_operand("x", x), *_grouped_operand("w", w)
     check_choices(out_dtype, accumulate, backend, x.device)
-    if backend in VARIANT:
-        raise ValueError(f"backend {backend!r} takes dense products; accepted for experts: auto, emulated, native")
+    if backend == "fast":
+        raise ValueError("backend 'fast' takes dense products; accepted for experts: auto, emulated, native, cublas")
     check_device("w", w, x)
     check_offsets(offsets, x)
     if len(x.shape) != 2 or len(w.shape) not in (2, 3):
@@ -174,6 +174,8 @@ def grouped_gemm(
         raise ValueError(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
     if x.shape[-1] != w.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in their last axis, the contraction")
+    if backend == "cublas":
+        return cublas.grouped_gemm(x, w, offsets, out_dtype)
     return ops.grouped_gemm(*operands, offsets, ops.dtype_name(out_dtype), accumulate, backend)
 
 

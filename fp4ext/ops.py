@@ -197,9 +197,13 @@ def grouped_gemm(
     )
 
 
-def swizzle(scales: Tensor) -> Tensor:
-    """Block scales [.., rows, blocks] to the tensor cores' layout, [.., size], padding zeroed (law 10)."""
-    return torch.ops.fp4ext.swizzle.default(_scale_bytes(scales)).view(scales.dtype)
+def swizzle(scales: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """Block scales [.., rows, blocks] to the tensor cores' layout, [.., size], padding zeroed (law 10).
+
+    With offsets, the ends of the experts' rows: [capacity, blocks in fours], each expert's rows padded on their own,
+    one expert's layout after the other's; zeros past the last. capacity: what they can take, whatever the offsets.
+    """
+    return torch.ops.fp4ext.swizzle.default(_scale_bytes(scales), offsets).view(scales.dtype)
 
 
 def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
@@ -296,13 +300,12 @@ def _(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_form
     return x_codes.new_empty((*experts, x_codes.shape[0], w_codes.shape[-2]), dtype=DTYPES[out_dtype])
 
 
-def _swizzled_size(rows: int, columns: int) -> int:
-    return (rows + 127) // 128 * 128 * ((columns + 3) // 4 * 4)
-
-
 @torch.library.register_fake("fp4ext::swizzle")
-def _(scales):
-    return scales.new_empty((*scales.shape[:-2], _swizzled_size(*scales.shape[-2:])))
+def _(scales, offsets=None):
+    rows, columns = scales.shape[-2], (scales.shape[-1] + 3) // 4 * 4
+    if offsets is not None:
+        return scales.new_empty(((rows + 127 * offsets.shape[0]) // 128 * 128, columns))
+    return scales.new_empty((*scales.shape[:-2], (rows + 127) // 128 * 128 * columns))
 
 
 @torch.library.register_fake("fp4ext::unswizzle")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from fp4ext import Spec, ops
+from fp4ext import Spec, ops, reference
 from fp4ext.testing import assert_bytes_equal, generate
 
 RNG = torch.tensor([0x1234567890ABCDEF, 7])
@@ -58,7 +58,7 @@ SAMPLES = {
         (*quantized(), "nvfp4", x(3, 16, 40), None, None, "fp32", ENDS, "bfloat16", "invariant", "auto"),
         (x(16, 24), None, None, "fp32", x(8, 24), None, None, "fp32", ENDS, "float32", "fast", "cpu"),
     ],
-    "swizzle": lambda: [(scales(),), (scales()[0, :0],)],
+    "swizzle": lambda: [(scales(),), (scales()[0, :0],), (scales()[0], torch.tensor([3, 3, 10], dtype=torch.int32))],
     "unswizzle": lambda: [(torch.zeros(2, 1024, dtype=torch.uint8), 12, 5)],
     "draw_rng": lambda: [(x(), 3)],
 }
@@ -76,6 +76,31 @@ def test_swizzle_keeps_the_dtype(dtype):
     s = scales().view(dtype)
     assert ops.swizzle(s).dtype == dtype
     assert_bytes_equal(ops.unswizzle(ops.swizzle(s), 12, 5).view(torch.uint8), scales())
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 3, 135], [300, 301], [0, 0], [128, 256]], ids=str)
+def test_swizzled_scales_of_experts(ends):
+    """Each expert's rows as a matrix of their own, one after the other, then zeros: room for any offsets."""
+    g = torch.Generator().manual_seed(1)
+    s = torch.randint(1, 256, (ends[-1] + 2, 6), generator=g).to(torch.uint8)
+    got = ops.swizzle(s, torch.tensor(ends, dtype=torch.int32))
+    assert got.shape == ((len(s) + 127 * len(ends)) // 128 * 128, 8)
+    parts = [reference.swizzle(s[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+    wanted = torch.zeros(got.numel(), dtype=torch.uint8)
+    wanted[: sum(map(len, parts))] = torch.cat(parts)
+    assert_bytes_equal(got.flatten(), wanted, f"{ends}")
+
+
+def test_swizzle_refuses():
+    s, ends = scales(), torch.tensor([3, 10], dtype=torch.int32)
+    for args, why in (
+        ((s, ends), r"scales has shape .*; accepted: \[rows, blocks\] with offsets"),
+        ((s[0, 0],), r"accepted: \[.., rows, blocks\]"),
+        ((s[0], ends.long()), "offsets is int64; accepted: int32"),
+        ((s[0], ends * 10), r"offsets\[0\] is 30; accepted: at most"),
+    ):
+        with pytest.raises(RuntimeError, match=why):
+            torch.ops.fp4ext.swizzle(*args)
 
 
 def test_bytes_of_another_format_are_refused():

@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../numerics/hadamard.h"
+#include "../numerics/layout.h"
 #include "../numerics/spec.h"
 
 // Launchers are torch-free: raw pointers, sizes, a stream. They check nothing but the launch; csrc/ops has checked the
@@ -86,8 +87,17 @@ cudaError_t global_of_rows(const float* of_group, bool by_row, const int32_t* of
 // x̂ [rows, k] of a stored tensor.
 cudaError_t dequantize(const Stored& from, int64_t rows, int64_t k, Dtype dtype, void* out, cudaStream_t stream);
 
-// Block scales [stack, rows, columns] to the tensor cores' layout and back (numerics/layout.h).
-cudaError_t swizzle(const uint8_t* scales, int64_t stack, int64_t rows, int64_t columns, uint8_t* out, cudaStream_t stream);
+// Rows of block scales: matrices of a stack; or of experts (offsets not null, stack 1), read on the device, and clamped.
+struct ScaleRows {
+  int64_t stack, rows;
+  const int32_t* offsets;
+  int experts;
+
+  // What they take in the tensor cores' layout, each matrix padded on its own, whatever the offsets.
+  int64_t padded() const { return offsets ? (rows + experts * int64_t{127}) / 128 * 128 : stack * padded_rows(rows); }
+};
+// Block scales [.., columns] to the tensor cores' layout and back (numerics/layout.h). What is no matrix's is zero.
+cudaError_t swizzle(const uint8_t* scales, const ScaleRows& rows, int64_t columns, uint8_t* out, cudaStream_t stream);
 cudaError_t unswizzle(const uint8_t* swizzled, int64_t stack, int64_t rows, int64_t columns, uint8_t* out, cudaStream_t stream);
 
 }  // namespace fp4ext::kernels

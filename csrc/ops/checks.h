@@ -76,6 +76,13 @@ inline void check_bytes(const char* name, const Tensor& t) {
                   "; accepted: uint8 (the bytes of an 8-bit float: x.view(torch.uint8))");
 }
 
+// Block scales, linear; of experts, whose rows stand one after the other, they are one matrix.
+inline void check_scales(const Tensor& scales, bool experts) {
+  check_bytes("scales", scales);
+  STD_TORCH_CHECK(experts ? scales.dim() == 2 : scales.dim() >= 2, "scales has shape ", describe(sizes_of(scales)),
+                  "; accepted: ", experts ? "[rows, blocks] with offsets" : "[.., rows, blocks]");
+}
+
 inline void check_sizes(const char* name, const Tensor& t, const Sizes& wanted) {
   STD_TORCH_CHECK(sizes_of(t) == wanted, name, " has shape ", describe(sizes_of(t)), "; accepted: ", describe(wanted));
 }

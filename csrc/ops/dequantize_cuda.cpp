@@ -15,19 +15,26 @@ Tensor dequantize(const Tensor& codes, const Tensor& scales, const Tensor& globa
   return out;
 }
 
-Tensor swizzle(const Tensor& scales) {
-  check_bytes("scales", scales);
+Tensor swizzle(const Tensor& scales, std::optional<Tensor> offsets) {
+  check_scales(scales, offsets.has_value());
   Sizes sizes = sizes_of(scales);
-  STD_TORCH_CHECK(sizes.size() >= 2, "scales has shape ", describe(sizes), "; accepted: [.., rows, blocks]");
   const size_t dim = sizes.size();
-  const int64_t rows = sizes[dim - 2], columns = sizes[dim - 1], stack = product(sizes, 0, dim - 2);
-  sizes.resize(dim - 1);
-  sizes.back() = padded_rows(rows) * padded_columns(columns);
+  const int64_t columns = sizes[dim - 1];
+  kernels::ScaleRows rows{product(sizes, 0, dim - 2), sizes[dim - 2], nullptr, 0};
+  if (offsets) {
+    check_offsets_on_device(*offsets, scales);
+    offsets = torch::stable::contiguous(*offsets);
+    rows.offsets = static_cast<const int32_t*>(offsets->data_ptr()), rows.experts = static_cast<int>(offsets->numel());
+    sizes = {rows.padded(), padded_columns(columns)};
+  } else {
+    sizes.resize(dim - 1);
+    sizes.back() = padded_rows(rows.rows) * padded_columns(columns);
+  }
   const Tensor in = torch::stable::contiguous(scales);
   Tensor out = torch::stable::new_empty(scales, sizes, ScalarType::Byte);
   const OnDevice device(scales);
-  check_launch("swizzle", kernels::swizzle(static_cast<const uint8_t*>(in.data_ptr()), stack, rows, columns,
-                                           static_cast<uint8_t*>(out.data_ptr()), device.stream()));
+  check_launch("swizzle", kernels::swizzle(static_cast<const uint8_t*>(in.data_ptr()), rows, columns, static_cast<uint8_t*>(out.data_ptr()),
+                                           device.stream()));
   return out;
 }
 

@@ -35,6 +35,6 @@ STABLE_TORCH_LIBRARY(fp4ext, m) {
       "grouped_gemm(Tensor x_codes, Tensor? x_scales, Tensor? x_global, str x_format,"
       " Tensor w_codes, Tensor? w_scales, Tensor? w_global, str w_format,"
       " Tensor offsets, str out_dtype, str accumulate, str backend) -> Tensor");
-  m.def("swizzle(Tensor scales) -> Tensor");
+  m.def("swizzle(Tensor scales, Tensor? offsets=None) -> Tensor");
   m.def("unswizzle(Tensor swizzled, int rows, int columns) -> Tensor");
 }

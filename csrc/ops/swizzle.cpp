@@ -1,32 +1,39 @@
-#include <cstring>
-
 #include <torch/csrc/stable/library.h>
 
 #include "../numerics/layout.h"
-#include "checks.h"
+#include "grouped.h"
 
 // swizzle and unswizzle on the CPU: block scales from linear [.., rows, columns] to the tensor cores' layout and back.
 // Each matrix of a stack is padded on its own, and the padding is zero: garbage there would reach a GEMM (fault 5).
 namespace fp4ext {
 namespace {
 
-Tensor swizzle(const Tensor& scales) {
-  check_bytes("scales", scales);
+// One matrix, rows [begin, end) of scales; gives the end of what it wrote.
+uint8_t* swizzle_rows(const uint8_t* scales, int64_t begin, int64_t end, int64_t columns, uint8_t* out) {
+  for (int64_t i = begin; i < end; ++i)
+    for (int64_t j = 0; j < columns; ++j) out[swizzled_offset(i - begin, j, columns)] = scales[i * columns + j];
+  return out + padded_rows(end - begin) * padded_columns(columns);
+}
+
+Tensor swizzle(const Tensor& scales, std::optional<Tensor> offsets) {
+  check_scales(scales, offsets.has_value());
   Sizes sizes = sizes_of(scales);
-  STD_TORCH_CHECK(sizes.size() >= 2, "scales has shape ", describe(sizes), "; accepted: [.., rows, blocks]");
   const size_t dim = sizes.size();
   const int64_t rows = sizes[dim - 2], columns = sizes[dim - 1], stack = product(sizes, 0, dim - 2);
-  const int64_t size = padded_rows(rows) * padded_columns(columns);
-  sizes.resize(dim - 1);
-  sizes.back() = size;
+  Bounds bounds{0};
+  if (offsets) {
+    bounds = check_offsets(*offsets, rows, "rows of scales");
+    sizes = {padded_capacity(rows, offsets->numel(), 128), padded_columns(columns)};
+  } else {
+    for (int64_t e = 0; e < stack; ++e) bounds.push_back(bounds.back() + rows);
+    sizes.resize(dim - 1);
+    sizes.back() = padded_rows(rows) * padded_columns(columns);
+  }
   const Tensor in = torch::stable::contiguous(scales);
-  Tensor out = torch::stable::new_empty(scales, sizes, ScalarType::Byte);
+  Tensor out = torch::stable::new_zeros(scales, sizes, ScalarType::Byte);
   const auto* p = static_cast<const uint8_t*>(in.data_ptr());
   auto* q = static_cast<uint8_t*>(out.data_ptr());
-  std::memset(q, 0, stack * size);
-  for (int64_t e = 0; e < stack; ++e)
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j) q[e * size + swizzled_offset(i, j, columns)] = p[(e * rows + i) * columns + j];
+  for (size_t e = 0; e + 1 < bounds.size(); ++e) q = swizzle_rows(p, bounds[e], bounds[e + 1], columns, q);
   return out;
 }
 

@@ -29,6 +29,7 @@ from .test_attention import check as check_attention
 from .test_attention import qkv, test_in_turns, test_underflow_keeps_the_sign_of_what_is_read_alone
 from .test_experts import KEYS as EXPERTS
 from .test_experts import test_equal_the_cpu, test_the_rotation_of_each_expert_has_its_own_length
+from .test_experts import test_swizzle as check_swizzle
 from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
 from .test_gemm_lanes import check as check_lanes
 from .test_gemm_lanes import test_no_stripe_of_tiles_is_lost, test_the_sign_of_zero, unaligned
@@ -91,6 +92,11 @@ def blocks(machine):
 def experts(machine):
     test_equal_the_cpu(machine, EXPERTS[3], [130, 130, 161, 161, 240])
     test_the_rotation_of_each_expert_has_its_own_length(machine, EXPERTS[3])
+
+
+def swizzle(machine):
+    for offsets in ([0, 3, 131], [130, 130, 161]):
+        check_swizzle(machine, offsets)
 
 
 def tiles(machine):
@@ -176,6 +182,7 @@ RUNS = {
     finish: "any/gemm_finish.cu",
     blocks: "any/quantize_nvfp4_random.cu",
     tiles: "any/quantize_16x16.cu",
+    swizzle: "any/dequantize.cu",
     experts: "any/quantize_nvfp4_random.cu",
     invariant: "sm80/gemm_invariant.cu",
     over_tokens: "sm80/gemm_invariant.cu",
@@ -218,6 +225,9 @@ MUTANTS = [
     ("an expert's rotation has the length of all", "any/tile.cuh", "rht_length((v.k_size + 15) / 16 * 16, c.rht)", "c.rht", experts),
     ("all experts have the first one's outer scale", "any/tile.cuh", "c.outer == OuterKind::expert ? v.batch : 0", "0", experts),
     ("random bits hang on the expert's row", "any/tile.cuh", "first(colwise ? p.batch * in.cols : p.first)", "first(colwise ? 0 : p.first)", experts),
+    ("an expert without rows has scales", "any/dequantize.cu", "(end - begin + 127) / 128", "(end - begin + 128) / 128", swizzle),
+    ("scales of the next expert as padding", "any/dequantize.cu", "left < 128 ? left : 128", "128", swizzle),
+    ("the scales of an expert's first rows for all", "any/dequantize.cu", "Slab{begin + slab * 128,", "Slab{begin,", swizzle),
     # emulated GEMM
     ("no barrier between steps", "sm80/gemm_invariant.cu", "close_chunk(total, acc);\n    __syncthreads();", "close_chunk(total, acc);", invariant),
     ("no barrier before the sums are staged", "sm80/gemm_invariant.cu", "close_chunk(total, acc);\n    __syncthreads();", "close_chunk(total, acc);\n    if (step + 1 < steps) __syncthreads();", invariant),

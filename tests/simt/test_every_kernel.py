@@ -12,6 +12,7 @@ from fp4ext.testing import assert_bytes_equal, assert_same_quantized, generate
 from . import test_attention, test_gemm, test_gemm_lanes
 from .operands import operand
 from .test_experts import check as experts_check
+from .test_experts import test_swizzle as swizzle_of_experts
 from .test_quantize import KEYS, RNG, SHARD, check, full
 
 
@@ -53,6 +54,7 @@ def test_swizzle(simt):
     swizzled = simt.ops.swizzle(scales)
     assert_bytes_equal(swizzled, torch.ops.fp4ext.swizzle(scales), "swizzle")
     assert_bytes_equal(simt.ops.unswizzle(swizzled, 33, 7), scales, "unswizzle")
+    swizzle_of_experts(simt, [0, 3, 131])
 
 
 @pytest.mark.parametrize("x_format, w_format", [("nvfp4", "nvfp4"), ("mxfp8", "nvfp4"), ("bf16", "mxfp8_e5m2")])

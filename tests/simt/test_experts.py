@@ -58,6 +58,20 @@ def test_stored(simt, key):
             assert_same_quantized(got, wanted, f"{stored} → {key}")
 
 
+@pytest.mark.parametrize("offsets", [*OFFSETS, [128, 256, 257], [0, 3, 131]], ids=str)
+def test_swizzle(simt, offsets):
+    """Scales in the tensor cores' layout, each expert's rows padded on their own: the bytes of the CPU's op."""
+    ends = torch.tensor(offsets, dtype=torch.int32)
+    for columns in (1, 4, 7):
+        scales = torch.randint(1, 256, (offsets[-1] + 3, columns), generator=torch.Generator().manual_seed(columns))
+        scales = scales.to(torch.uint8)
+        wanted = torch.ops.fp4ext.swizzle(scales, ends)
+        assert_bytes_equal(simt.ops.swizzle(scales, ends), wanted, f"{offsets} {columns}")
+    for lie, as_if in (([offsets[-1] + 9] * 2, [offsets[-1] + 3] * 2), ([-5, 3, 2], [0, 3, 3])):
+        lie, as_if = (torch.tensor(o, dtype=torch.int32) for o in (lie, as_if))
+        assert_bytes_equal(simt.ops.swizzle(scales, lie), torch.ops.fp4ext.swizzle(scales, as_if), f"{lie}")
+
+
 def test_offsets_that_lie_do_no_harm(simt):
     """They are read on the device, where nothing can raise: clamped into the rows there are."""
     x = generate("gaussian", 40, 32, seed=1)

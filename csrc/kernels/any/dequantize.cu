@@ -38,16 +38,41 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const Stored from,
     store_16(t, halves, k - at, [](float x) { return float_to_fp16(x); });
 }
 
+// Which rows of the scales lie in the 128 rows number `slab` of the tensor cores' layout: `count` of them, from `first` on.
+struct Slab {
+  int64_t first, count;
+};
+__device__ inline Slab slab_of(const ScaleRows& r, int64_t slab) {
+  const auto of = [](int64_t begin, int64_t rows, int64_t slab) {
+    const int64_t left = rows - slab * 128;
+    return Slab{begin + slab * 128, left < 128 ? left : 128};
+  };
+  if (!r.offsets) {
+    const int64_t each = padded_rows(r.rows) / 128, e = slab / each;
+    return of(e * r.rows, r.rows, slab % each);
+  }
+  int64_t begin = 0;
+  for (int e = 0; e < r.experts; ++e) {
+    int64_t end = r.offsets[e];
+    end = end < begin ? begin : end > r.rows ? r.rows : end;
+    const int64_t slabs = (end - begin + 127) / 128;
+    if (slab < slabs) return of(begin, end - begin, slab);
+    slab -= slabs, begin = end;
+  }
+  return {0, 0};
+}
+
 // A thread writes four neighbouring scales, which stand in one row.
 __global__ void __launch_bounds__(kThreads)
-    swizzle_kernel(const uint8_t* scales, int64_t words, int64_t rows, int64_t columns, uint32_t* out) {
+    swizzle_kernel(const uint8_t* scales, int64_t words, const ScaleRows rows, int64_t columns, uint32_t* out) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, across = padded_columns(columns) / 4;
   if (i >= words) return;
-  const int64_t atom = i / 128, matrix = padded_rows(rows) / 128 * across, e = atom / matrix;
-  const int64_t row = atom % matrix / across * 128 + i % 4 * 32 + i % 128 / 4, column = atom % across * 4;
+  const int64_t atom = i / 128, row = i % 4 * 32 + i % 128 / 4, column = atom % across * 4;
+  const Slab slab = slab_of(rows, atom / across);
   uint32_t word = 0;
   for (int j = 0; j < 4; ++j)
-    if (row < rows && column + j < columns) word |= static_cast<uint32_t>(scales[(e * rows + row) * columns + column + j]) << (8 * j);
+    if (row < slab.count && column + j < columns)
+      word |= static_cast<uint32_t>(scales[(slab.first + row) * columns + column + j]) << (8 * j);
   out[i] = word;
 }
 
@@ -68,8 +93,8 @@ cudaError_t dequantize(const Stored& from, int64_t rows, int64_t k, Dtype dtype,
   return threads == 0 ? cudaSuccess : launch(dequantize_kernel, blocks_for(threads), kThreads, 0, stream, from, rows, k, dtype, out);
 }
 
-cudaError_t swizzle(const uint8_t* scales, int64_t stack, int64_t rows, int64_t columns, uint8_t* out, cudaStream_t stream) {
-  const int64_t words = stack * padded_rows(rows) * padded_columns(columns) / 4;
+cudaError_t swizzle(const uint8_t* scales, const ScaleRows& rows, int64_t columns, uint8_t* out, cudaStream_t stream) {
+  const int64_t words = rows.padded() * padded_columns(columns) / 4;
   auto* to = reinterpret_cast<uint32_t*>(out);
   return words == 0 ? cudaSuccess : launch(swizzle_kernel, blocks_for(words), kThreads, 0, stream, scales, words, rows, columns, to);
 }
