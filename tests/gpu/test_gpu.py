@@ -177,6 +177,25 @@ def test_cublas(format):
             assert ((y - (wanted + more)).abs() <= 2.0**-14 * size + 2.0**-20).all(), (m, n, k)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_cublas_of_experts(format):
+    """Empty experts, rows of nobody, gains far apart; offsets stay on the device."""
+    if "scaled_grouped_mm" not in fp4ext.backends()["cublas"]:
+        pytest.skip(fp4ext.backends()["cublas"])
+    for ends, n, k in (([0, 5, 5, 300], 48, 96), ([128, 256, 257], 160, 1088), ([0, 0], 16, 32)):
+        x, w = torch.randn(ends[-1] + 3, k, device=GPU), torch.randn(len(ends), n, k, device=GPU)
+        x[: ends[-1] // 2] *= 100
+        offsets = torch.tensor(ends, dtype=torch.int32, device=GPU)
+        xq, wq = fp4ext.grouped_quantize(x, format, offsets), fp4ext.grouped_quantize(w, format)
+        y = fp4ext.grouped_gemm(xq, wq, offsets, accumulate="fast", backend="cublas")
+        rows, of_w, start = xq.dequantize(torch.float32).double(), wq.dequantize(torch.float32).double(), 0
+        for e, end in enumerate(ends):
+            wanted, size = (a[start:end] @ b[e].mT for a, b in ((rows, of_w), (rows.abs(), of_w.abs())))
+            assert ((y[start:end] - wanted).abs() <= 2.0**-8 * wanted.abs() + 2.0**-14 * size).all(), (ends, e)
+            start = end
+        assert not y[start:].any()
+
+
 def test_gemm_adds():
     """Weight gradients gather over micro-batches: y_old + y in fp32, by every backend."""
     for m in (5, 130):
