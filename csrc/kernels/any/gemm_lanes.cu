@@ -4,7 +4,7 @@
 // Operands that bf16 does not hold, fp32 and fp16, and whatever stands beside them: in fp32 FMA, by the lane order of the law itself,
 // so the CPU's bytes.
 //
-// The law's sixteen lanes are lanes of a warp. A thread has lane l of 8 × 8 elements of y, acc = fma(x'_k, w'_k, acc) over its k ≡ l
+// The law's sixteen lanes are lanes of a warp. A thread has lane l of 8 × 8 elements of y (8 × 4 if rows are few), acc = fma(x'_k, w'_k, acc) over its k ≡ l
 // mod 16; the other half of the warp has the same rows and the next 8 columns. The tree is exchanges between lanes: at h = 8 a thread
 // keeps half of its elements and hands the other half's sums to lane l ± 8, so that after h = 1 it has four whole sums.
 //
@@ -23,7 +23,7 @@ struct Shape {
   static constexpr int kThreads = 32 * kDown * kAcross;
   static constexpr int kRows = kSide * kDown, kColumns = 2 * kWide * kAcross, kLines = kRows + kColumns, kTileFloats = kLines * kStep;
   static constexpr int kQuads = kLines * kLanes / 4, kEach = (kQuads + kThreads - 1) / kThreads;  // a quad: four lanes of a line
-  static constexpr int kColumnsOf = kWide, kSums = kSide * kWide, kWhole = kSums / kLanes;  // kWhole: how many a thread has in the end
+  static constexpr int kAcrossEach = kWide, kSums = kSide * kWide, kWhole = kSums / kLanes;  // kWhole: how many a thread has in the end
   int lane, row, column;
   __device__ Shape()
       : lane(threadIdx.x % kLanes),
@@ -48,7 +48,7 @@ struct Source {
 
   __device__ Source(const Operand& operand, int64_t row, bool exists, int64_t first, int k) : o(operand), k_size(exists ? k : 0) {
     codes = static_cast<const uint8_t*>(o.codes) + row * row_bytes(o) + first * bytes_of_four() / 4;
-    scales = o.scales + (o.block ? row * o.k_stored + first >> shift() : 0);
+    scales = o.scales + (o.block ? (row * o.k_stored + first) >> shift() : 0);
   }
   __device__ int shift() const { return o.block == 16 ? 4 : 5; }
   __device__ int bytes_of_four() const {
@@ -112,11 +112,11 @@ __device__ __forceinline__ void multiply(const float* tile, float (&acc)[S::kSum
   FP4_UNROLL
   for (int r = 0; r < kSide; ++r) rows[r] = x[r * kLanes];
   FP4_UNROLL
-  for (int c = 0; c < S::kColumnsOf; ++c) {
+  for (int c = 0; c < S::kAcrossEach; ++c) {
     const float2 column = w[c * kLanes];
     FP4_UNROLL
     for (int r = 0; r < kSide; ++r) {
-      float& sum = acc[r * S::kColumnsOf + c];
+      float& sum = acc[r * S::kAcrossEach + c];
       sum = __fmaf_rn(rows[r].x, column.x, sum);
       if (kBoth) sum = __fmaf_rn(rows[r].y, column.y, sum);
     }
