@@ -39,12 +39,18 @@ class Experts(nn.Module):
 
     Input: x [T, K] in fp32, bf16 or fp16, rows sorted by expert, and offsets int32 [E], the ends of the experts' rows.
     Output [T, K] in the same dtype, or autocast's; rows past the last offset are zero, whatever x holds there.
+
+    Raises:
+        ValueError: fewer than one expert or column; an unknown policy.
     """
 
     def __init__(
         self, experts: int, features: int, hidden: int, device=None, dtype=None, *, policy="end_to_end", name=""
     ):
         super().__init__()
+        for what, size in {"experts": experts, "features": features, "hidden": hidden}.items():
+            if size < 1:
+                raise ValueError(f"{what} is {size}; accepted: a whole number from 1")
         empty = lambda *shape: nn.Parameter(torch.empty(experts, *shape, device=device, dtype=dtype))  # noqa: E731
         self.gate_up_proj, self.down_proj = empty(2 * hidden, features), empty(features, hidden)
         self.set_policy(policy, name)
@@ -53,7 +59,7 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         """Each expert as nn.Linear would start."""
         for p in self.parameters():
-            bound = 1 / math.sqrt(p.shape[-1]) if p.shape[-1] else 0.0
+            bound = 1 / math.sqrt(p.shape[-1])
             nn.init.uniform_(p, -bound, bound)
 
     def set_policy(self, policy: Policy | str, name: str = "", step: int = 0) -> None:

@@ -277,6 +277,12 @@ def test_the_module_is_plain():
     assert fp4ext.Experts(2, 8, 4, device="meta", dtype=torch.bfloat16).down_proj.shape == (2, 8, 4)
 
 
+@pytest.mark.parametrize("sizes, what", [((0, 8, 4), "experts"), ((2, 0, 4), "features"), ((2, 8, 0), "hidden")])
+def test_sizes_that_are_none(sizes, what):
+    with pytest.raises(ValueError, match=f"{what} is 0; accepted: a whole number from 1"):
+        fp4ext.Experts(*sizes)
+
+
 def test_a_policy_that_changes_with_the_step():
     m = experts(fp4ext.policies.get("end_to_end").with_(bf16_forward_from=10))
     x = tokens()

@@ -34,11 +34,16 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def rate(text: str) -> float:
+def real(text: str) -> float:
+    """Any number; what is accepted of them is for the verb to say."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = -1.0
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number") from None
+
+
+def rate(text: str) -> float:
+    value = real(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number between 0 and 1")
     return value

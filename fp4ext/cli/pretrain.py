@@ -60,6 +60,9 @@ def add_pretrain(commands) -> None:
     p.add_argument("--steps", metavar="N", type=count, help="training steps (default: the preset's)")
     p.add_argument("--batch", metavar="N", type=count, help="sequences a step (default: the preset's)")
     p.add_argument("--lr", metavar="X", type=rate, help="learning rate after the warm-up (default: the preset's)")
+    p.add_argument(
+        "--warmup", metavar="N", type=count, help="steps of warm-up, a fifth of the run at most (default: the preset's)"
+    )
     p.add_argument("--seed", metavar="S", type=seed, help="of weights, batches and rounding (default: 0)")
     p.add_argument("--eval-every", metavar="N", type=count, help="steps between evaluations (default: the preset's)")
     p.add_argument("--save-every", metavar="N", type=count, help="steps between checkpoints (default: the preset's)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .arguments import count, names, seed
+from .arguments import count, names, real, seed
 from .resumable import Job, add_where, carried_out
 
 RL = """\
@@ -47,11 +47,11 @@ def add_rl(commands) -> None:
     p.add_argument("--prompts", metavar="N", type=count, help="prompts a step (default: 32)")
     p.add_argument("--group", metavar="N", type=count, help="completions of each prompt (default: 8)")
     p.add_argument("--updates", metavar="N", type=count, help="minibatches a step (default: 2)")
-    p.add_argument("--lr", metavar="X", type=float, help="learning rate (default: 5e-4)")
-    p.add_argument("--clip", metavar="X", type=float, help="how far a token's ratio counts (default: 0.2)")
-    p.add_argument("--kl-coef", metavar="X", type=float, help="weight of the KL to the start (default: 0)")
+    p.add_argument("--lr", metavar="X", type=real, help="learning rate (default: 5e-4)")
+    p.add_argument("--clip", metavar="X", type=real, help="how far a token's ratio counts (default: 0.2)")
+    p.add_argument("--kl-coef", metavar="X", type=real, help="weight of the KL to the start (default: 0)")
     p.add_argument("--level", metavar="NAME", help="the loss is a mean over: token or sequence (default: token)")
-    p.add_argument("--temperature", metavar="X", type=float, help="of sampling (default: 1)")
+    p.add_argument("--temperature", metavar="X", type=real, help="of sampling (default: 1)")
     p.add_argument("--kv-cache", metavar="NAME", help="bf16, mxfp8, nvfp4: for both sides (default: bf16)")
     p.add_argument("--seed", metavar="S", type=seed, help="of prompts and random streams (default: 0)")
     p.add_argument("--slots", metavar="N", type=count, help="sequences sampled at a time (default: 96)")

@@ -24,7 +24,8 @@ from .errors import Refused
 from .presets import Preset, whole
 
 DEFAULT_POLICIES = ("bf16", "mxfp8", "nvidia", "end_to_end")  # those of them that this version has
-ADJUSTABLE = ("steps", "batch", "lr", "eval_every", "save_every")  # values of a preset that the command line can change
+# Values of a preset that the command line can change.
+ADJUSTABLE = ("steps", "batch", "lr", "warmup", "eval_every", "save_every")
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ class Preset:
             raise Refused(f"model: {self.model!r}; accepted: transformer, inkling2")
         if self.model == "inkling2" and (self.shape.ffn or not self.shape.experts):
             raise Refused("shape: an inkling2 has experts, and none that is shared; accepted: experts, and ffn=0")
-        for name in ("steps", "batch", "log_every", "eval_every", "save_every", "eval_windows", "final_windows"):
+        counts = ("steps", "batch", "warmup", "log_every", "eval_every", "save_every", "eval_windows", "final_windows")
+        for name in counts:
             whole(name, getattr(self, name))
 
     def with_(self, **changes) -> Preset:

@@ -33,6 +33,8 @@ def refused(capsys, *argv) -> str:
     [
         (["--steps", "0"], "--steps: '0'; accepted: a whole number from 1"),
         (["--steps", "ten"], "--steps: 'ten'; accepted"),
+        (["--lr", "2"], "--lr: '2'; accepted: a number between 0 and 1"),
+        (["--warmup", "0"], "--warmup: '0'; accepted: a whole number from 1"),
         (["--seed", "-1"], "--seed: '-1'; accepted: a whole number from 0"),
         (["--policies", "bf16,int3"], "unknown policy 'int3'; accepted: bf16"),
         (["--policies", "bf16,bf16"], "'bf16' is given twice"),
@@ -83,12 +85,17 @@ def options(text, steps: int):
 
 
 def test_pretrain_prints_the_table(capsys, tmp_path, text):
-    assert main(["pretrain", *options(text, 2), "--out", str(tmp_path / "run")]) == 0
+    schedule = ["--lr", "5e-4", "--warmup", "100"]
+    assert main(["pretrain", *options(text, 2), *schedule, "--out", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert (
         "step 2/2  valid loss: bf16" in out and "bf16 " in out and f"report: {tmp_path / 'run' / 'report.html'}" in out
     )
-    assert "holds this very run" in refused(capsys, "pretrain", *options(text, 2), "--out", str(tmp_path / "run"))
+    assert "--lr 0.0005 --warmup 100" in (tmp_path / "run" / "report.html").read_text()
+    assert "warmup: 100, now 20" in refused(capsys, "pretrain", *options(text, 2), "--out", str(tmp_path / "run"))
+    assert "holds this very run" in refused(
+        capsys, "pretrain", *options(text, 2), *schedule, "--out", str(tmp_path / "run")
+    )
     assert "steps: 2, now 3" in refused(capsys, "pretrain", "--steps", "3", "--resume", str(tmp_path / "run"))
 
 

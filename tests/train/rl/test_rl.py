@@ -171,6 +171,7 @@ def test_refuses_a_task_that_does_not_fit(start, tmp_path):
         (["--policy", "bf16"], "--policy: 'bf16'; accepted: mxfp8, nvidia"),
         (["--group", "1"], "--group: 1; accepted: a whole number from 2"),
         (["--lr", "-1"], "--lr: -1.0; accepted: a number above 0"),
+        (["--lr", "fast"], "--lr: 'fast'; accepted: a number"),
         (["--temperature", "nan"], "--temperature: nan"),
         (["--kv-cache", "int4"], "--kv-cache: 'int4'; accepted: bf16, mxfp8, nvfp4"),
         (["--level", "word"], "--level: 'word'; accepted: token, sequence"),
