@@ -14,7 +14,8 @@ def backends() -> dict[str, str]:
     emulated: both operands as bf16, from sm_80 on.
     fast: likewise, but the product is torch's; not row-invariant.
     cublas: torch's scaled_mm on codes and scales, from sm_100 on; not row-invariant.
-    native: the block-scaled tensor cores of Blackwell, once they have passed a test on this device (the first call's).
+    native: the block-scaled tensor cores of Blackwell, once they have passed a test on this device (the first call's);
+        on sm_100 also whether pairs of thread blocks did, and are used.
     """
     runs, threads = ", ".join(_C.isas()), torch.get_num_threads()
     report = {"cpu": f"available: {_C.isa()} in use, this CPU runs {runs}, {threads} threads"}

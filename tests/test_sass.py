@@ -16,6 +16,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 OBJECTS = ROOT / "build" / "kernels" / "CMakeFiles"
 PLAIN = ("80", "90", "100", "120")  # what kernels for every chip are compiled for
+# What pairs of thread blocks take: tensor cores, their arrivals and TMA for two; arrivals in the other's shared memory.
+PAIRS = {
+    "UTCCP.T.S.2CTA": 2,
+    "UTCBAR.2CTA.MULTICAST": 2,
+    "UTMALDG.2D.2CTA": 2,
+    "LDTM": 1,
+    "LDGSTS": 2,
+    "UCGABAR_ARV": 2,
+    "SYNCS.ARRIVE.TRANS64.RED": 2,
+    "MEMBAR.ALL.GPU": 2,
+}
 
 # For each source, the architectures, and for each of its kernels the instructions and the most registers.
 KERNELS = {
@@ -64,14 +75,16 @@ KERNELS = {
     "sm100/gemm_native.cu": (
         ("100a", "103a"),
         {
-            "gemm_native_kernel.*Nvfp4": (
+            "gemm_native_kernel.*Nvfp4ILi1E": (
                 {"UTCOMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "UTMALDG.2D": 2, "LDGSTS": 2},
                 128,
             ),
-            "gemm_native_kernel.*Mxfp8": (
+            "gemm_native_kernel.*Mxfp8ILi1E": (
                 {"UTCQMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "UTMALDG.2D": 2, "LDGSTS": 2},
                 128,
             ),
+            "gemm_native_kernel.*Nvfp4ILi2E": ({"UTCOMMA.2CTA": 1, **PAIRS}, 128),
+            "gemm_native_kernel.*Mxfp8ILi2E": ({"UTCQMMA.2CTA": 1, **PAIRS}, 128),
         },
     ),
 }

@@ -30,4 +30,6 @@ bool native_takes(const GemmArgs& a) {
   return (nvfp4 || mxfp8) && !a.over_tokens && a.x.k_stored > 0 && a.x.k_stored == a.w.k_stored && copies_align(a.x) && copies_align(a.w);
 }
 
+bool pairs_pay(const GemmArgs& a) { return a.x.rows > 128 * static_cast<int64_t>(a.experts); }
+
 }  // namespace fp4ext::kernels

@@ -69,4 +69,9 @@ bool native_takes(const GemmArgs& args);
 cudaError_t gemm_sm120(const GemmArgs& args, cudaStream_t stream);  // GeForce Blackwell
 cudaError_t gemm_sm100(const GemmArgs& args, cudaStream_t stream);  // data-centre Blackwell
 
+// gemm_sm100 by pairs of thread blocks: two multiprocessors share 256 rows of x. pairs_pay: not half of them would be idle, as far
+// as the host knows; experts' rows are taken to be equally many.
+bool pairs_pay(const GemmArgs& args);
+cudaError_t gemm_sm100_pairs(const GemmArgs& args, cudaStream_t stream);
+
 }  // namespace fp4ext::kernels

@@ -35,7 +35,7 @@ class Buffer {
   size_t bytes_;
 };
 
-// A few bits that depend on an index.
+// Bits that depend on an index.
 uint32_t hash(uint64_t i) { return static_cast<uint32_t>((i + 1) * 0x9e3779b97f4a7c15ull >> 40); }
 
 struct Codes {
@@ -50,10 +50,27 @@ Codes integers(bool nvfp4, int64_t rows, int64_t k, uint64_t seed) {
     c.scales[i] = static_cast<uint8_t>(nvfp4 ? 0x38 + hash(seed + 7 * i) % 4 * 8 : 126 + hash(seed + 7 * i) % 4);
   return c;
 }
+// Every finite code; every finite E4M3 scale, or twenty powers of two.
+Codes random(bool nvfp4, int64_t rows, int64_t k, uint64_t seed) {
+  Codes c = integers(nvfp4, rows, k, seed);
+  for (size_t i = 0; i < c.codes.size() && !nvfp4; ++i)
+    c.codes[i] = static_cast<uint8_t>(hash(seed + i) % 127 | (hash(seed + i) >> 8 & 1) << 7);
+  for (size_t i = 0; i < c.scales.size(); ++i)
+    c.scales[i] = static_cast<uint8_t>(nvfp4 ? hash(seed + 7 * i) % 127 : 117 + hash(seed + 7 * i) % 20);
+  return c;
+}
 
-std::string try_one(Gemm native, bool nvfp4, int64_t m, int64_t n, int64_t k, const std::vector<int32_t>& offsets) {
+struct Size {
+  bool nvfp4;
+  int64_t m, n, k;
+  std::vector<int32_t> offsets;  // grouped, unless empty
+};
+
+// Empty if `gemm` gives the bits of `other` for such operands, twice; else which element is not.
+std::string compare(const Size& size, Codes (*make)(bool, int64_t, int64_t, uint64_t), Gemm gemm, Gemm other) {
+  const auto& [nvfp4, m, n, k, offsets] = size;
   const int experts = offsets.empty() ? 1 : static_cast<int>(offsets.size());
-  const Codes x = integers(nvfp4, m, k, 1), w = integers(nvfp4, experts * n, k, 1 << 20);
+  const Codes x = make(nvfp4, m, k, 1), w = make(nvfp4, experts * n, k, 1 << 20);
   const Buffer x_codes(x.codes), x_scales(x.scales), w_codes(w.codes), w_scales(w.scales), ends(offsets);
   const Buffer wanted(std::vector<float>(m * n, -1.0f)), got(std::vector<float>(m * n, -2.0f));
   const Elem elem = nvfp4 ? Elem::e2m1 : Elem::e4m3;
@@ -65,23 +82,21 @@ std::string try_one(Gemm native, bool nvfp4, int64_t m, int64_t n, int64_t k, co
                 false,
                 offsets.empty() ? nullptr : ends.as<int32_t>(),
                 experts};
-  const auto describe = [&] {
-    return std::string(nvfp4 ? "NVFP4" : "MXFP8") + (offsets.empty() ? " " : " grouped ") + std::to_string(m) + "x" + std::to_string(n) +
-           "x" + std::to_string(k);
-  };
-  if (!native_takes(args)) return describe() + ": not taken";
-  if (gemm_invariant(args, nullptr) != cudaSuccess) return describe() + ": the emulated kernel does not run";
+  const std::string which = std::string(nvfp4 ? "NVFP4" : "MXFP8") + (offsets.empty() ? " " : " grouped ") + std::to_string(m) + "x" +
+                            std::to_string(n) + "x" + std::to_string(k) + ": ";
+  if (!native_takes(args)) return which + "not taken";
+  if (other(args, nullptr) != cudaSuccess) return which + "the kernel to compare with does not run";
   args.y = got.as<void>();
   for (int turn = 0; turn < 2; ++turn) {
-    if (native(args, nullptr) != cudaSuccess) return describe() + ": the kernel does not run";
+    if (gemm(args, nullptr) != cudaSuccess) return which + "the kernel does not run";
     const auto a = got.read(), b = wanted.read();
-    if (a.empty() || b.empty()) return describe() + ": nothing came back";
+    if (a.empty() || b.empty()) return which + "nothing came back";
     for (size_t i = 0; i < a.size(); i += 4)
       if (std::memcmp(&a[i], &b[i], 4) != 0) {
         float v, u;
         std::memcpy(&v, &a[i], 4), std::memcpy(&u, &b[i], 4);
         const int64_t at = static_cast<int64_t>(i / 4);
-        return describe() + ": y[" + std::to_string(at / n) + ", " + std::to_string(at % n) + "] is " + std::to_string(v) + " instead of " +
+        return which + "y[" + std::to_string(at / n) + ", " + std::to_string(at % n) + "] is " + std::to_string(v) + " instead of " +
                std::to_string(u);
       }
   }
@@ -94,12 +109,22 @@ std::string self_test(Gemm native) {
   // A tile an expert, three for a block of a persistent grid.
   std::vector<int32_t> ends(2 * multiprocessors() + 1);
   std::iota(ends.begin(), ends.end(), 1);
-  for (const bool nvfp4 : {true, false}) {
-    std::string why = try_one(native, nvfp4, 130, 40, nvfp4 ? 1280 : 640, {});  // more steps than a ring has stages
-    if (why.empty()) why = try_one(native, nvfp4, 50, 24, nvfp4 ? 192 : 128, {0, 17, 17, 48});
-    if (why.empty()) why = try_one(native, nvfp4, static_cast<int64_t>(ends.size()), 8, nvfp4 ? 256 : 128, ends);
-    if (!why.empty()) return why;
-  }
+  for (const bool nvfp4 : {true, false})
+    for (const Size& size : {Size{nvfp4, 130, 100, nvfp4 ? 1792 : 896, {}},  // more steps than a ring has stages
+                             Size{nvfp4, 50, 24, nvfp4 ? 192 : 128, {0, 17, 17, 48}},
+                             Size{nvfp4, static_cast<int64_t>(ends.size()), 8, nvfp4 ? 256 : 128, ends}}) {
+      const std::string why = compare(size, integers, native, gemm_invariant);
+      if (!why.empty()) return why;
+    }
+  return "";
+}
+
+std::string same_bits(Gemm native, Gemm other) {
+  for (const bool nvfp4 : {true, false})
+    for (const Size& size : {Size{nvfp4, 270, 100, nvfp4 ? 1088 : 384, {}}, Size{nvfp4, 290, 24, nvfp4 ? 320 : 256, {130, 130, 270}}}) {
+      const std::string why = compare(size, random, native, other);
+      if (!why.empty()) return why;
+    }
   return "";
 }
 

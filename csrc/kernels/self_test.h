@@ -13,4 +13,8 @@ using Gemm = cudaError_t (*)(const GemmArgs& args, cudaStream_t stream);
 // Allocates, waits for the device, and launches on the legacy stream: not while a graph is recorded.
 std::string self_test(Gemm native);
 
+// Whether two native kernels give the same bits on this device for any operands: products of random codes and scales, whose sums
+// show every rounding. Then either may be chosen by size, and rows stay invariant. Empty if so, else what differs. As self_test.
+std::string same_bits(Gemm native, Gemm other);
+
 }  // namespace fp4ext::kernels

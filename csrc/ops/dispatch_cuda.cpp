@@ -18,21 +18,45 @@ int capability(int device) {
   return 10 * major + minor;
 }
 
+// What a device has, or null. pairs: the same product by pairs of thread blocks.
+struct Kernels {
+  Gemm gemm, pairs;
+};
+
 // The table: a row for each native kernel.
-Gemm native_gemm(int sm) {
-  if (sm == 100 || sm == 103) return kernels::gemm_sm100;
-  if (sm == 120 || sm == 121) return kernels::gemm_sm120;
-  return nullptr;
+Kernels native_kernels(int sm) {
+  if (sm == 100 || sm == 103) return {kernels::gemm_sm100, kernels::gemm_sm100_pairs};
+  if (sm == 120 || sm == 121) return {kernels::gemm_sm120, nullptr};
+  return {nullptr, nullptr};
 }
 
 constexpr char kNativeTakes[] = "backend 'native' takes NVFP4·NVFP4 with K a multiple of 64, or MXFP8·MXFP8 with K a multiple of 128";
 
-// What is known of a device's native kernel: nothing until its first use, when it tests itself.
-struct Native {
-  Gemm gemm = nullptr;
+// What is known of a device's native kernels: nothing until their first use, when they test themselves.
+struct Native : Kernels {
   bool tested = false;
-  std::string why_not;
+  std::string why_not, why_no_pairs;
 };
+
+// Says once why a kernel is not used, and returns it.
+std::string refuse(const char* what, const std::string& why, const char* instead) {
+  std::fprintf(stderr, "fp4ext: %s not used: %s. %s.\n", what, why.c_str(), instead);
+  return why;
+}
+
+// Pairs are for products of many rows, so that which kernel runs hangs on M; their bits must not.
+void test_pairs(Native& native, int device) {
+  const std::string on_device = " on device " + std::to_string(device) + ": ";
+  std::string why = kernels::self_test(native.pairs);
+  if (!why.empty())
+    why = "they failed their self-test" + on_device + why;
+  else if (why = kernels::same_bits(native.pairs, native.gemm); !why.empty())
+    why = "they do not give a single block's bits" + on_device + why;
+  else
+    return;
+  native.pairs = nullptr;
+  native.why_no_pairs = refuse("pairs of thread blocks in the native GEMM are", why, "Single ones are");
+}
 
 const Native& native_on(int device) {
   static std::mutex mutex;
@@ -43,7 +67,7 @@ const Native& native_on(int device) {
   Native& native = devices[device];
   if (native.tested) return native;
   const int sm = capability(device);
-  native.gemm = native_gemm(sm);
+  static_cast<Kernels&>(native) = native_kernels(sm);
   if (!native.gemm) {
     native.why_not = "no native kernel for sm_" + std::to_string(sm) + "; there are for sm_100, 103, 120 and 121";
   } else {
@@ -52,10 +76,11 @@ const Native& native_on(int device) {
                     "multiply once, or call fp4ext.backends(), before recording");
     const std::string failure = kernels::self_test(native.gemm);
     if (!failure.empty()) {
-      native.gemm = nullptr;
-      native.why_not = "it failed its self-test on device " + std::to_string(device) + ": " + failure;
-      std::fprintf(stderr, "fp4ext: the native GEMM is not used: %s. The emulated one is.\n", native.why_not.c_str());
+      native.gemm = native.pairs = nullptr;
+      native.why_not = refuse("the native GEMM is", "it failed its self-test on device " + std::to_string(device) + ": " + failure,
+                              "The emulated one is");
     }
+    if (native.pairs) test_pairs(native, device);
   }
   native.tested = true;
   return native;
@@ -82,6 +107,7 @@ Route choose_gemm(const kernels::GemmArgs& args, bool invariant, const std::stri
   if (wanted != emulated) {
     const Native& native = native_on(device);
     const bool takes = kernels::native_takes(args);
+    if (native.pairs && takes && kernels::pairs_pay(args)) return {"native by pairs", native.pairs};
     if (native.gemm && takes) return {"native", native.gemm};
     STD_TORCH_CHECK(wanted == any || native.gemm, "backend 'native' is not available: ", native.why_not);
     STD_TORCH_CHECK(wanted == any, kNativeTakes);
@@ -94,9 +120,12 @@ Route choose_gemm(const kernels::GemmArgs& args, bool invariant, const std::stri
 
 std::string native_status(int device) {
   const Native& native = native_on(device);
-  return native.gemm ? "available: passed its self-test on sm_" + std::to_string(capability(device)) +
-                           "; row-invariant, in the hardware's own order of summation"
-                     : "built, but " + native.why_not;
+  if (!native.gemm) return "built, but " + native.why_not;
+  return "available: passed its self-test on sm_" + std::to_string(capability(device)) +
+         "; row-invariant, in the hardware's own order of summation" +
+         (native.pairs                  ? "; for many rows by pairs of thread blocks, which give the same bits"
+          : native.why_no_pairs.empty() ? ""
+                                        : "; not by pairs of thread blocks: " + native.why_no_pairs);
 }
 
 std::string emulated_status(int device) {

@@ -223,7 +223,9 @@ def test_rows_are_invariant(x_format, w_format):
             assert torch.equal(gemm(x[start:end], w, backend=backend), whole[start:end]), (backend, start, end)
 
 
-@pytest.mark.parametrize("offsets", [[0, 1, 128, 255, 384, 384, 415], [0, 0, 64, 64], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize(
+    "offsets", [[0, 1, 128, 255, 384, 384, 415], [0, 300, 301, 700], [0, 0, 64, 64], [0, 0, 0]], ids=str
+)
 def test_grouped(offsets):
     experts, rows = len(offsets), offsets[-1] + 2
     x, w = to_gpu(operand("nvfp4", rows, 256, seed=7)), to_gpu(operand("nvfp4", experts, 160, 256, seed=8, outer="row"))

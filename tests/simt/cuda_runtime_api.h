@@ -17,7 +17,7 @@
 #define __restrict__ __restrict
 
 #define threadIdx (simt::me().index)
-#define blockIdx (simt::block_index())
+#define blockIdx (simt::block().index)
 #define blockDim (simt::block_size())
 #define gridDim (simt::grid_size())
 

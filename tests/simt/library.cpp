@@ -25,10 +25,20 @@ void set_device(int64_t i, int64_t sm) {
 }
 
 kernels::Gemm native_kernel(const std::string& name) {
-  static constexpr Choice<kernels::Gemm> kKernels[] = {{"sm120", kernels::gemm_sm120}, {"sm100", kernels::gemm_sm100}};
+  static constexpr Choice<kernels::Gemm> kKernels[] = {
+      {"sm120", kernels::gemm_sm120}, {"sm100", kernels::gemm_sm100}, {"sm100_pairs", kernels::gemm_sm100_pairs}};
   return choose("kernel", name, kKernels);
 }
 std::string self_test(std::string kernel) { return kernels::self_test(native_kernel(kernel)); }
+std::string same_bits(std::string kernel, std::string other) { return kernels::same_bits(native_kernel(kernel), native_kernel(other)); }
+// Which kernel a product of so many rows takes, NVFP4 and small.
+std::string route(int64_t rows, int64_t experts) {
+  static constexpr int32_t kOffsets[1] = {};
+  const kernels::Operand x{nullptr, nullptr, nullptr, 0, 0, kernels::Elem::e2m1, 16, rows, 128},
+      w{nullptr, nullptr, nullptr, 0, 0, kernels::Elem::e2m1, 16, 8, 128};
+  const kernels::GemmArgs args{x, w, nullptr, nullptr, false, experts > 1 ? kOffsets : nullptr, static_cast<int>(experts)};
+  return choose_gemm(args, true, "auto", simt::options().device).name;
+}
 std::string status(int64_t device) { return emulated_status(static_cast<int>(device)) + "\n" + native_status(static_cast<int>(device)); }
 
 // quantize with the scales of both directions in the tensor cores' layout, outer scales given.
@@ -104,7 +114,8 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
                                               {"lanes", kernels::gemm_lanes},
                                               {"decode", kernels::gemm_decode},
                                               {"sm120", kernels::gemm_sm120},
-                                              {"sm100", kernels::gemm_sm100}};
+                                              {"sm100", kernels::gemm_sm100},
+                                              {"sm100_pairs", kernels::gemm_sm100_pairs}};
   const Gemm gemm = choose("kernel", kernel, kKernels);
   STD_TORCH_CHECK(
       kernel == "invariant" || kernel == "lanes" || (kernel == "decode" ? kernels::decode_takes(args) : kernels::native_takes(args)),
@@ -137,6 +148,8 @@ STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
   m.def("configure(int seed, str async, bool truncate) -> ()");
   m.def("set_device(int i, int sm) -> ()");
   m.def("self_test(str kernel) -> str");
+  m.def("same_bits(str kernel, str other) -> str");
+  m.def("route(int rows, int experts) -> str");
   m.def("status(int device) -> str");
   m.def(
       "run_gemm(str kernel, Tensor x, Tensor? x_scales, Tensor? x_global, str x_format, Tensor w, Tensor? w_scales, Tensor? w_global,"
@@ -148,6 +161,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
   m.impl("configure", TORCH_BOX(&fp4ext::configure));
   m.impl("set_device", TORCH_BOX(&fp4ext::set_device));
   m.impl("self_test", TORCH_BOX(&fp4ext::self_test));
+  m.impl("same_bits", TORCH_BOX(&fp4ext::same_bits));
+  m.impl("route", TORCH_BOX(&fp4ext::route));
   m.impl("status", TORCH_BOX(&fp4ext::status));
 }
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CPU, m) {

@@ -15,11 +15,14 @@ constexpr size_t kStack = 128 << 10;
 
 struct Machine {
   Options options;
-  Block block;
-  Dim3 index, size, grid;
+  std::vector<Block> cluster;
+  Block* block = nullptr;  // the one that runs
+  Rendezvous cluster_barrier;
+  Dim3 size, grid;
+  unsigned long progress = 0;
   std::mt19937_64 dice;
   std::string error;
-  bool failed = false;
+  bool failed = false, in_thread = false;
   std::function<void()> body;
   std::vector<std::unique_ptr<char[]>> stacks;
   ucontext_t scheduler;
@@ -29,6 +32,7 @@ struct Machine {
   void* fake_stack = nullptr;
 };
 Machine machine;
+struct Failed {};  // what an engine throws
 
 // Fibres start by ucontext and switch by longjmp, which makes no system call. AddressSanitizer wants to be told of each
 // switch, and takes over longjmp; there they switch by ucontext.
@@ -64,27 +68,26 @@ void thread_main() {
   Thread& t = me();
   if (!t.copies.empty()) wait_copies(0);
   t.done = true;
-  --machine.block.alive;
-  ++machine.block.progress;
+  --machine.block->alive;
+  ++machine.progress;
   to_scheduler(t);
 }
 
-void start_block(Dim3 threads, size_t shared_bytes) {
-  Block& b = machine.block;
-  const unsigned n = threads.x * threads.y * threads.z;
+void start_block(Block& b, Dim3 threads, size_t shared_bytes) {
+  const unsigned n = threads.x * threads.y * threads.z, first = b.rank * n;
   b.threads.resize(n);
   b.warps.assign((n + 31) / 32, Warp{});
-  b.at_barrier = b.barrier_generation = 0;
+  b.barrier = {};
   b.alive = n;
   b.bulk.clear(), b.tensor.clear();
-  b.tensor_memory.assign(128 * 512, 0x7fc0dead);
+  b.tensor_columns = 0;
   // Exactly as much as was asked for, so that AddressSanitizer sees a step beyond.
   void* memory = nullptr;
   if (posix_memalign(&memory, 1024, shared_bytes + 1)) std::abort();
   b.shared.reset(static_cast<char*>(memory));
   b.shared_bytes = shared_bytes;
   std::memset(memory, machine.dice() & 1 ? 0xff : 0xcd, shared_bytes);  // NaNs, or large numbers
-  while (machine.stacks.size() < n) machine.stacks.emplace_back(new char[kStack]);
+  while (machine.stacks.size() < first + n) machine.stacks.emplace_back(new char[kStack]);
   for (unsigned i = 0; i < n; ++i) {
     Thread& t = b.threads[i];
     t.index = {i % threads.x, i / threads.x % threads.y, i / (threads.x * threads.y)};
@@ -92,90 +95,131 @@ void start_block(Dim3 threads, size_t shared_bytes) {
     t.started = t.done = false;
     t.copies.clear(), t.groups.clear();
     getcontext(&t.context);
-    t.context.uc_stack.ss_sp = machine.stacks[i].get();
+    t.context.uc_stack.ss_sp = machine.stacks[first + i].get();
     t.context.uc_stack.ss_size = kStack;
     t.context.uc_link = nullptr;
     makecontext(&t.context, thread_main, 0);
   }
 }
 
-// One step of the engines: bulk copies land in any order; the tensor core works in order, but for what the ISA leaves
+// One step of a block's engines: bulk copies land in any order; the tensor core works in order, but for what the ISA leaves
 // open. Returns whether there was anything to do.
-bool step_engines() {
-  Block& b = machine.block;
+bool step_engines(Block& b) {
   auto& dice = machine.dice;
-  if (!b.bulk.empty() && (b.tensor.empty() || dice() % 2)) {
-    const size_t i = dice() % b.bulk.size();
-    const auto job = b.bulk[i].run;
-    b.bulk.erase(b.bulk.begin() + i);
-    job();
-    return true;
-  }
-  if (b.tensor.empty()) return false;
+  std::vector<Job>* jobs = &b.tensor;
   size_t i = 0;
-  if (dice() % 2) {
+  if (!b.bulk.empty() && (b.tensor.empty() || dice() % 2)) {
+    jobs = &b.bulk;
+    i = dice() % b.bulk.size();
+  } else if (b.tensor.empty()) {
+    return false;
+  } else if (dice() % 2) {
     std::vector<size_t> copies;
     for (size_t k = 0; k < b.tensor.size(); ++k)
       if (b.tensor[k].copy_of_scales) copies.push_back(k);
     if (!copies.empty()) i = copies[dice() % copies.size()];
   }
-  const auto job = b.tensor[i].run;
-  b.tensor.erase(b.tensor.begin() + i);
+  const auto job = (*jobs)[i].run;
+  jobs->erase(jobs->begin() + i);
+  machine.block = &b;
   job();
+  ++machine.progress;
   return true;
 }
+bool step_engines() {
+  auto& cluster = machine.cluster;
+  const size_t first = cluster.size() > 1 ? machine.dice() % cluster.size() : 0;
+  for (size_t i = 0; i < cluster.size(); ++i)
+    if (step_engines(cluster[(first + i) % cluster.size()])) return true;
+  return false;
+}
 
-void run_warp(int warp) {
-  Block& b = machine.block;
-  const unsigned first = warp * 32, end = std::min<unsigned>(first + 32, b.threads.size());
-  // Until it cannot go on.
-  for (unsigned long before = ~0ul; before != b.progress && !machine.failed;) {
-    before = b.progress;
+// Until it cannot go on; or, now and then, the first of its lanes alone.
+void run_warp(Block& b, int warp, bool whole) {
+  machine.block = &b;
+  const unsigned first = warp * 32;
+  unsigned end = std::min<unsigned>(first + 32, b.threads.size());
+  if (!whole && machine.dice() % 4 == 0) {
+    end = first + machine.dice() % (end - first);
+    ++machine.progress;  // there are others
+  }
+  for (unsigned long before = ~0ul; before != machine.progress && !machine.failed;) {
+    before = machine.progress;
     for (unsigned i = first; i < end && !machine.failed; ++i) {
       if (b.threads[i].done) continue;
       b.current = static_cast<int>(i);
+      machine.in_thread = true;
       to_thread(b.threads[i]);
+      machine.in_thread = false;
     }
   }
 }
 
-void run_block() {
-  Block& b = machine.block;
+void say_deadlock() {
+  unsigned alive = 0, at_barrier = 0;
+  std::string where;
+  for (const Block& b : machine.cluster) {
+    alive += b.alive, at_barrier += b.barrier.arrived;
+    for (const Warp& w : b.warps)
+      if (w.rendezvous.arrived) where += std::string(where.empty() ? "" : ", ") + w.collective;
+  }
+  machine.failed = true;
+  machine.error = "deadlock: " + std::to_string(alive) + " threads wait, " + std::to_string(at_barrier) + " of them at __syncthreads" +
+                  (machine.cluster_barrier.arrived ? ", " + std::to_string(machine.cluster_barrier.arrived) + " at barrier.cluster" : "") +
+                  (where.empty() ? "" : ", warps in " + where);
+}
+
+void run_cluster() {
   auto& dice = machine.dice;
-  std::vector<int> order(b.warps.size());
-  std::iota(order.begin(), order.end(), 0);
+  auto& cluster = machine.cluster;
+  std::vector<std::pair<Block*, int>> order;
+  for (Block& b : cluster)
+    for (size_t warp = 0; warp < b.warps.size(); ++warp) order.emplace_back(&b, static_cast<int>(warp));
   const bool engines_are_fast = machine.options.async == Async::early;
-  while (b.alive && !machine.failed) {
-    const unsigned long before = b.progress;
+  const auto anyone = [&]() -> const Block* { return cluster.size() > 1 && dice() % 2 ? &cluster[dice() % cluster.size()] : nullptr; };
+  const Block* asleep = anyone();  // until the others cannot go on
+  while (std::any_of(cluster.begin(), cluster.end(), [](const Block& b) { return b.alive > 0; })) {
+    const unsigned long before = machine.progress;
+    const bool whole_warps = dice() % 2;
     std::shuffle(order.begin(), order.end(), dice);
-    for (int warp : order) {
-      run_warp(warp);
+    for (const auto& [b, warp] : order) {
+      if (b == asleep) continue;
+      run_warp(*b, warp, whole_warps);
       if (machine.failed) return;
-      while (engines_are_fast && step_engines()) ++b.progress;
+      while (engines_are_fast && step_engines()) {
+      }
     }
-    if ((b.progress == before || (machine.options.async == Async::random && dice() % 3 == 0)) && step_engines()) {
-      ++b.progress;
-      continue;
-    }
-    if (b.alive && b.progress == before) {
-      std::string where;
-      for (const Warp& w : b.warps)
-        if (w.arrived) where += std::string(where.empty() ? "" : ", ") + w.collective;
-      machine.failed = true;
-      machine.error = "deadlock: " + std::to_string(b.alive) + " threads wait, " + std::to_string(b.at_barrier) +
-                      " of them at __syncthreads" + (where.empty() ? "" : ", warps in " + where);
-    }
+    const bool stuck = machine.progress == before;
+    if ((stuck && (!asleep || dice() % 2)) || (machine.options.async == Async::random && dice() % 3 == 0))
+      if (step_engines()) continue;
+    if (stuck && !asleep) return say_deadlock();
+    if (stuck)
+      asleep = nullptr;
+    else if (!asleep)
+      asleep = anyone();
   }
-  while (!machine.failed && step_engines()) {
+  while (step_engines()) {
   }
+  for (const Block& b : cluster)
+    if (b.tensor_columns) fail("tcgen05: tensor memory that a block has not freed");
+}
+
+void meet(Rendezvous& r, unsigned all) {
+  const unsigned generation = r.generation;
+  if (++r.arrived == all) {
+    r.arrived = 0;
+    ++r.generation;
+    ++machine.progress;
+  }
+  while (r.generation == generation) yield();
 }
 
 }  // namespace
 
 Options& options() { return machine.options; }
-Block& block() { return machine.block; }
-Thread& me() { return machine.block.threads[machine.block.current]; }
-Dim3& block_index() { return machine.index; }
+Block& block() { return *machine.block; }
+Block& block_of_cluster(int rank) { return machine.cluster.at(rank); }
+Thread& me() { return machine.block->threads[machine.block->current]; }
 Dim3& block_size() { return machine.size; }
 Dim3& grid_size() { return machine.grid; }
 std::mt19937_64& dice() { return machine.dice; }
@@ -183,37 +227,31 @@ const std::string& last_error() { return machine.error; }
 
 void yield() { to_scheduler(me()); }
 
+void made_progress() { ++machine.progress; }
+
 void fail(const std::string& why) {
   machine.failed = true;
   machine.error = why;
-  if (machine.block.alive) yield();
+  if (!machine.in_thread) throw Failed{};
+  yield();
   std::abort();  // a failed launch never resumes a thread
 }
 
-void meet_block() {
-  Block& b = machine.block;
-  const unsigned generation = b.barrier_generation;
-  if (++b.at_barrier == b.threads.size()) {
-    b.at_barrier = 0;
-    ++b.barrier_generation;
-    ++b.progress;
-  }
-  while (b.barrier_generation == generation) yield();
-}
+void meet_block() { meet(block().barrier, block().threads.size()); }
+void meet_cluster() { meet(machine.cluster_barrier, machine.cluster.size() * block().threads.size()); }
 
 void meet_warp(const char* collective) {
-  Block& b = machine.block;
-  Warp& w = b.warps[me().warp];
-  const unsigned generation = w.generation;
-  if (w.arrived && std::strcmp(w.collective, collective) != 0)
+  Warp& w = block().warps[me().warp];
+  if (w.rendezvous.arrived && std::strcmp(w.collective, collective) != 0)
     fail(std::string("lanes of one warp are in different collectives: ") + w.collective + " and " + collective);
   w.collective = collective;
-  if (++w.arrived == 32) {
-    w.arrived = 0;
-    ++w.generation;
-    ++b.progress;
-  }
-  while (w.generation == generation) yield();
+  meet(w.rendezvous, 32);
+}
+
+void* in_block(int rank, void* shared) {
+  Block& other = block_of_cluster(rank);
+  if (!other.alive) fail("the shared memory of a block that has exited");
+  return other.shared.get() + (static_cast<char*>(shared) - block().shared.get());
 }
 
 void copy_async(void* to, const void* from, size_t bytes, bool exists) {
@@ -246,20 +284,29 @@ float round_sum(double sum) {
   return machine.options.truncate && away ? std::nextafterf(nearest, 0.0f) : nearest;
 }
 
-int run(Dim3 grid, Dim3 threads, size_t shared_bytes, const std::function<void()>& body) {
+int run(Dim3 grid, Dim3 threads, size_t shared_bytes, const std::function<void()>& body, unsigned cluster) {
   machine.dice.seed(machine.options.seed);
   machine.failed = false;
   machine.error.clear();
   machine.body = body;
   machine.grid = grid, machine.size = threads;
-  std::vector<uint64_t> order(static_cast<uint64_t>(grid.x) * grid.y * grid.z);
+  machine.cluster.resize(cluster);
+  std::vector<uint64_t> order(static_cast<uint64_t>(grid.x) * grid.y * grid.z / cluster);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), machine.dice);
-  for (uint64_t i : order) {
-    machine.index = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
-                     static_cast<unsigned>(i / grid.x / grid.y)};
-    start_block(threads, shared_bytes);
-    run_block();
+  for (uint64_t c : order) {
+    machine.cluster_barrier = {};
+    for (unsigned rank = 0; rank < cluster; ++rank) {
+      const uint64_t i = c * cluster + rank;
+      Block& b = machine.cluster[rank];
+      b.index = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y), static_cast<unsigned>(i / grid.x / grid.y)};
+      b.rank = static_cast<int>(rank);
+      start_block(b, threads, shared_bytes);
+    }
+    try {
+      run_cluster();
+    } catch (const Failed&) {
+    }
     if (machine.failed) return 1;
   }
   return 0;

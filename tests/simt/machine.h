@@ -17,13 +17,15 @@
 //
 //   a CUDA thread    = a fibre with its own stack; it runs until it waits for others
 //   a warp           = 32 fibres that meet at each collective and exchange what they bring
-//   a block          = warps that meet at __syncthreads; blocks run one after the other, in random order
+//   a block          = warps that meet at __syncthreads
+//   a cluster        = blocks that run together and reach each other's shared memory; most have one. Clusters run one
+//                      after the other, in random order
 //   shared memory    = an allocation of exactly the size asked for, filled with garbage
 //   asynchronous     = a copy that lands as late, or as early, as the ISA allows; a tensor core that is its own engine
 //
-// Adversarial on purpose: a warp runs as far as it can while the others stand still, in an order that the seed chooses.
-// A missing barrier then shows as a wrong result, a barrier that not all threads reach as a deadlock, and a pointer that
-// is not aligned as an error. What it cannot see: speed, memory fences, typos in the text of an instruction, an ISA
+// Adversarial on purpose: a warp runs as far as it can while the others stand still, in an order that the seed chooses; so
+// does a block of a cluster, and now and then some lanes of a warp. A missing barrier then shows as a wrong result, a barrier that not all threads reach as a
+// deadlock, and a pointer that is not aligned, or to a block that has exited, as an error. What it cannot see: speed, memory fences, typos in the text of an instruction, an ISA
 // misread on both sides.
 namespace simt {
 
@@ -59,29 +61,36 @@ struct Thread {
   std::vector<size_t> groups;                 // how many of them each committed group ends at
 };
 
+// Where `arrived` threads wait for others.
+struct Rendezvous {
+  unsigned arrived = 0, generation = 0;
+};
+
 struct Warp {
-  int arrived = 0;
-  unsigned generation = 0;
+  Rendezvous rendezvous;
   const char* collective = nullptr;
   // What the lanes bring to a collective, twice: a lane may arrive at the next one while others still read this one.
   std::vector<char> brought[2];
 };
 
 struct Block {
+  Dim3 index;
+  int rank;  // in its cluster
   std::vector<Thread> threads;
   std::vector<Warp> warps;
-  unsigned at_barrier = 0, barrier_generation = 0, alive = 0;
-  unsigned long progress = 0;
+  Rendezvous barrier;
+  unsigned alive = 0;  // threads that have not exited
   std::unique_ptr<char, decltype(&std::free)> shared{nullptr, &std::free};
   size_t shared_bytes = 0;
   std::vector<Job> bulk, tensor;
-  std::vector<uint32_t> tensor_memory;
+  std::vector<uint32_t> tensor_memory;  // 128 lanes of so many columns; 0 before they are allocated and when they are freed
+  uint32_t tensor_columns;
   int current = 0;
 };
 
-Block& block();
+Block& block();  // of the thread that runs, or of the engine that works
+Block& block_of_cluster(int rank);
 Thread& me();
-Dim3& block_index();
 Dim3& block_size();
 Dim3& grid_size();
 std::mt19937_64& dice();
@@ -92,14 +101,20 @@ const std::string& last_error();
 
 // Lets others run.
 void yield();
+// Something changed that others may wait for.
+void made_progress();
 void meet_block();
+void meet_cluster();
 void meet_warp(const char* collective);
+
+// The same place in the shared memory of another block of the cluster.
+void* in_block(int rank, void* shared);
 
 // Every lane brings a value and gets all 32.
 template <class T>
 const T* exchange(const char* collective, const T& value) {
   Warp& warp = block().warps[me().warp];
-  auto& slots = warp.brought[warp.generation & 1];
+  auto& slots = warp.brought[warp.rendezvous.generation & 1];
   if (slots.size() < 32 * sizeof(T)) slots.resize(32 * sizeof(T));
   std::memcpy(slots.data() + me().lane * sizeof(T), &value, sizeof(T));
   const T* all = reinterpret_cast<const T*>(slots.data());
@@ -115,7 +130,8 @@ void wait_copies(size_t pending_groups);
 // What a tensor core makes of an exact sum.
 float round_sum(double sum);
 
-// Runs the blocks of a grid. Returns 0, or 1 where the machine ended the launch: last_error() says why.
-int run(Dim3 grid, Dim3 threads, size_t shared_bytes, const std::function<void()>& body);
+// Runs the blocks of a grid, in clusters of so many along x. Returns 0, or 1 where the machine ended the launch: last_error()
+// says why.
+int run(Dim3 grid, Dim3 threads, size_t shared_bytes, const std::function<void()>& body, unsigned cluster = 1);
 
 }  // namespace simt

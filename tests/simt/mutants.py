@@ -140,6 +140,15 @@ def sm100(machine):
         test_many_tiles(machine, "sm100", "nvfp4", asynchronous)
 
 
+def sm100_pairs(machine):
+    multiply(machine, "sm100_pairs", "nvfp4", "mxfp8", m=200, n=100)
+    x, w = operand("nvfp4", 400, 256, seed=1, integers=True), operand("nvfp4", 140, 256, seed=2, integers=True)
+    wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, None, "float32", "invariant", "cpu")
+    for asynchronous in machine.MODES:
+        test_many_tiles(machine, "sm100_pairs", "nvfp4", asynchronous)
+        assert_bytes_equal(gemm(machine, "sm100_pairs", x, w), wanted, "four tiles")
+
+
 def attention(machine):
     for seed, (m, t, d) in enumerate(((1, 300, 20), (40, 290, 70), (6, 70, 33))):
         machine.configure(seed, machine.MODES[seed])
@@ -177,6 +186,22 @@ def self_test_sm100(machine):
     self_test(machine, "sm100", 100)
 
 
+def self_test_pairs(machine):
+    """What a device's first launch does besides. Where it fails, the status says so and single blocks are used."""
+    machine.ops.set_device(0, 100)
+    why = machine.ops.self_test("sm100_pairs") or machine.ops.same_bits("sm100_pairs", "sm100")
+    if why:
+        line = machine.ops.status(0).split("\n")[1]
+        assert line.startswith("available: ") and "; not by pairs of thread blocks: " in line and line.endswith(why), (
+            line
+        )
+        assert machine.ops.route(1000, 1) == "native"
+        x, w = operand("nvfp4", 140, 256, seed=1), operand("nvfp4", 70, 256, seed=2)
+        y = machine.ops.gemm(*x.parts, *w.parts, None, "float32", "invariant", "auto")
+        assert_bytes_equal(y, gemm(machine, "sm100", x, w), "the fallback")
+    assert not why, f"self-test: {why}"
+
+
 # What each check runs: only these are built from the mutant's text.
 RUNS = {
     finish: "any/gemm_finish.cu",
@@ -191,8 +216,10 @@ RUNS = {
     attention: "any/attention.cu",
     sm120: "sm120/gemm_native.cu",
     sm100: "sm100/gemm_native.cu",
+    sm100_pairs: "sm100/gemm_native.cu",
     self_test_sm120: "sm120/gemm_native.cu",
     self_test_sm100: "sm100/gemm_native.cu",
+    self_test_pairs: "sm100/gemm_native.cu",
 }
 
 # The decode's ring, which a mutant fills by one stage too many.
@@ -273,24 +300,44 @@ MUTANTS = [
     ("the copy and the load differ in their key", "sm120/gemm_native.cu", "copy_async<16>(piece_of<Format>(tile, row, piece),", "copy_async<16>(piece_of<Format>(tile, row ^ 2, piece) + ((row & 2) - (~row & 2)) * Format::kRow,", sm120),
     ("the scales of the first mma for all", "sm120/gemm_native.cu", "const int byte = i * Format::kScalesPerMma;", "const int byte = 0;", sm120),
     # sm100
-    ("stages share their scale columns", "sm100/gemm_native.cu", "sums + kScales + stage.at * 2 * kColumns<Format>", "sums + kScales", sm100),
-    ("full arrives before the copies land", "sm100/gemm_native.cu", "wait_copies<kAhead>();", "", sm100),
-    ("nobody waits for a stage to be empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + stage.at, stage.parity ^ 1);\n        copy_scales", "copy_scales", sm100),
-    ("the wrong parity", "sm100/gemm_native.cu", "mbarrier_wait(full + stage.at, stage.parity);", "mbarrier_wait(full + stage.at, stage.parity ^ 1);", sm100),
+    ("stages share their scale columns", "sm100/gemm_native.cu", "sums + kScaleColumns + stage.at * 2 * S::kColumns", "sums + kScaleColumns", sm100),
+    ("full arrives before the copies land", "sm100/gemm_native.cu", "wait_copies<0>();", "", sm100),
+    ("full arrives before the other lanes' copies land", "sm100/gemm_native.cu", "  __syncwarp();\n  if (threadIdx.x % 32", "  if (threadIdx.x % 32", sm100),
+    ("nobody waits for a stage to be empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + stage.at, stage.parity ^ 1);\n        const int64_t at", "const int64_t at", sm100),
+    ("the wrong parity", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);", "mbarrier_wait<kCtas>(full + stage.at, stage.parity ^ 1);", sm100),
     ("sums are read before they are done", "sm100/gemm_native.cu", "mbarrier_wait(summed + b, parity);", "", sm100),
     ("the sums start from what was there", "sm100/gemm_native.cu", "k > 0 || j > 0", "true", sm100),
-    ("sums are overwritten before they are read", "sm100/gemm_native.cu", "mbarrier_wait(written + b, parity ^ 1);", "", sm100),
+    ("sums are overwritten before they are read", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(written + b, parity ^ 1);", "", sm100),
     ("neighbouring tiles share their sums", "sm100/gemm_native.cu", "sums + b * kTile, x + 2 * j", "sums, x + 2 * j", sm100),
-    ("the ring starts anew at each tile", "sm100/gemm_native.cu", "      for (int k = 0; k < steps; ++k, ++i) {\n        const Stage<Format> stage(memory, i);\n        mbarrier_wait(full", "      for (int k = 0; k < steps; ++k, ++i) {\n        const Stage<Format> stage(memory, k);\n        mbarrier_wait(full", sm100),
-    ("the last steps never arrive", "sm100/gemm_native.cu", "i + kAhead; i < end", "i + kAhead; i + 1 < end", sm100),
+    ("the ring starts anew at each tile", "sm100/gemm_native.cu", "      for (int k = 0; k < steps; ++k, ++i) {\n        const Stage<Format, kCtas> stage(memory, i);\n        mbarrier_wait<kCtas>(full", "      for (int k = 0; k < steps; ++k, ++i) {\n        const Stage<Format, kCtas> stage(memory, k);\n        mbarrier_wait<kCtas>(full", sm100),
+    ("a stage whose scales nobody copies", "sm100/gemm_native.cu", "stage.at != warp - kWriters", "stage.at != (warp - kWriters) % (kStages - 1)", sm100),
     ("K advances by half", "sm100/gemm_native.cu", "x + 2 * j, w + 2 * j", "x + j, w + j", sm100),
     ("a warp reads another's lanes", "sm100/gemm_native.cu", "(static_cast<uint32_t>(warp * 32) << 16)", "(static_cast<uint32_t>(warp / 2 * 32) << 16)", sm100),
-    ("too few arrivals", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders + 1);", "mbarrier_init(full + s, kLoaders + 2);", sm100),
-    ("codes are copied into a stage that is not empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + stage.at, stage.parity ^ 1);\n        mbarrier_expect", "mbarrier_expect", sm100),
-    ("half of the bytes are waited for", "sm100/gemm_native.cu", "mbarrier_expect(full + stage.at, 2 * kTileBytes);", "mbarrier_expect(full + stage.at, kTileBytes);", sm100),
-    ("nobody waits for the codes", "sm100/gemm_native.cu", "mbarrier_init(full + s, kLoaders + 1);", "mbarrier_init(full + s, kLoaders);", sm100),
+    ("too few arrivals", "sm100/gemm_native.cu", "mbarrier_init(full + s, kCtas + 1);", "mbarrier_init(full + s, kCtas + 2);", sm100),
+    ("codes are copied into a stage that is not empty", "sm100/gemm_native.cu", "mbarrier_wait(empty + stage.at, stage.parity ^ 1);\n        if (tiles.rank == 0) mbarrier_expect", "if (tiles.rank == 0) mbarrier_expect", sm100),
+    ("half of the bytes are waited for", "sm100/gemm_native.cu", "kCtas * (S::kCodesOfX + S::kCodesOfW));", "kCtas * S::kCodesOfX);", sm100),
+    ("nobody waits for the codes", "sm100/gemm_native.cu", "mbarrier_init(full + s, kCtas + 1);", "mbarrier_init(full + s, kCtas);", sm100),
     ("codes of the first expert for all", "sm100/gemm_native.cu", "static_cast<int>(rows.expert * a.w.rows + n0)", "static_cast<int>(n0)", sm100),
-    ("the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", sm100),
+    ("the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kCtas * kTile, kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kCtas * kTile, kTile, 0)", sm100),
+    ("tensor memory is not freed", "sm100/gemm_native.cu", "if (warp == kIssuer) tensor_free", "if (warp == kThreads) tensor_free", sm100),
+    # sm100, pairs
+    ("both CTAs bring the same half of w", "sm100/gemm_native.cu", " + tiles.rank * (kTile / kCtas);", ";", sm100_pairs),
+    ("both CTAs bring the same rows of x", "sm100/gemm_native.cu", "rows.begin += rank * kTile;", "", sm100_pairs),
+    ("scales of w in the leading CTA alone", "sm100/gemm_native.cu", "copy_scales<Format>(a.w,", "if (tiles.rank == 0) copy_scales<Format>(a.w,", sm100_pairs),
+    ("the other CTA is not told of empty stages", "sm100/gemm_native.cu", "tensor_commit<kCtas>(empty + stage.at);", "tensor_commit<1>(empty + stage.at);", sm100_pairs),
+    ("the other CTA is not told of its sums", "sm100/gemm_native.cu", "tensor_commit<kCtas>(summed + b);", "tensor_commit<1>(summed + b);", sm100_pairs),
+    ("the bytes of one CTA are waited for", "sm100/gemm_native.cu", "kCtas * (S::kCodesOfX + S::kCodesOfW));", "(S::kCodesOfX + S::kCodesOfW));", sm100_pairs),
+    ("bytes count in each CTA", "sm100/gemm_native.cu", "copy_box<kCtas>(stage.w_tile", "copy_box<1>(stage.w_tile", sm100_pairs),
+    ("each CTA arrives at its own barriers", "sm100/gemm_native.cu", "mbarrier_arrive<kCtas>(barrier);", "mbarrier_arrive<1>(barrier);", sm100_pairs),
+    ("the scales of one CTA are waited for", "sm100/gemm_native.cu", "mbarrier_init(full + s, kCtas + 1);", "mbarrier_init(full + s, 2);", sm100_pairs),
+    ("the other CTA's sums are overwritten before they are read", "sm100/gemm_native.cu", "mbarrier_init(written + b, kCtas * kWriters);", "mbarrier_init(written + b, kWriters);", sm100_pairs),
+    ("nobody waits for the other CTA to make its barriers", "sm100/gemm_native.cu", "  tensor_fence_before();\n  meet_cluster<kCtas>();", "  tensor_fence_before();\n  __syncthreads();", sm100_pairs),
+    ("a CTA exits while the other reaches into it", "sm100/gemm_native.cu", "  __syncwarp();\n  meet_cluster<kCtas>();", "  __syncwarp();\n  __syncthreads();", sm100_pairs),
+    ("a CTA exits before the last arrivals", "sm100/gemm_native.cu", "i < end; ++i) mbarrier_wait(empty", "i < i; ++i) mbarrier_wait(empty", sm100_pairs),
+    ("the other CTA hands over the work", "sm100/gemm_native.cu", "warp == kIssuer && tiles.rank == 0", "warp == kIssuer && tiles.rank == 1", sm100_pairs),
+    ("both CTAs hand over the work", "sm100/gemm_native.cu", "warp == kIssuer && tiles.rank == 0 && elect_one()", "warp == kIssuer && elect_one()", sm100_pairs),
+    ("a pair's product is described as one CTA's", "sm100/gemm_native.cu", "nvfp4_instruction(kCtas * kTile, kTile)", "nvfp4_instruction(kTile, kTile)", sm100_pairs),
+    ("both CTAs take tiles of their own", "sm100/gemm_native.cu", "return blockIdx.x / kCtas;", "return blockIdx.x;", sm100_pairs),
     # What the self-test of a device would meet if an instruction were misread.
     ("one row's global scale for all", "any/gemm_finish.cu", "global_of(a.x, 0, row)", "global_of(a.x, 0, 0)", finish),
     ("one column's global scale for all", "any/gemm_finish.cu", "global_of(a.w, 0, n)", "global_of(a.w, 0, 0)", finish),
@@ -298,9 +345,12 @@ MUTANTS = [
     ("blocks take the same columns", "any/gemm_finish.cu", "static_cast<int64_t>(blockIdx.y) * kPerThread", "static_cast<int64_t>(blockIdx.y) * 0 * kPerThread", finish),
     ("self-test: scales in the wrong lanes", "sm120/gemm_native.cu", "(lane & 1) * 8 + lane / 4", "lane / 4", self_test_sm120),
     ("self-test: no barrier in the loop", "sm120/gemm_native.cu", "__syncthreads();  // the step", "// the step", self_test_sm120),
-    ("self-test: the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kTile, 0)", self_test_sm100),
+    ("self-test: the same byte of scales for every mma", "sm100/gemm_native.cu", "mxfp8_instruction(kCtas * kTile, kTile, static_cast<uint32_t>(i))", "mxfp8_instruction(kCtas * kTile, kTile, 0)", self_test_sm100),
     ("self-test: neighbouring tiles share their sums", "sm100/gemm_native.cu", "sums + b * kTile, x + 2 * j", "sums, x + 2 * j", self_test_sm100),
-    ("self-test: stages share their scale columns", "sm100/gemm_native.cu", "sums + kScales + stage.at * 2 * kColumns<Format>", "sums + kScales", self_test_sm100),
+    ("self-test: stages share their scale columns", "sm100/gemm_native.cu", "sums + kScaleColumns + stage.at * 2 * S::kColumns", "sums + kScaleColumns", self_test_sm100),
+    ("self-test: both CTAs bring the same half of w", "sm100/gemm_native.cu", " + tiles.rank * (kTile / kCtas);", ";", self_test_pairs),
+    ("self-test: scales of w in the leading CTA alone", "sm100/gemm_native.cu", "copy_scales<Format>(a.w,", "if (tiles.rank == 0) copy_scales<Format>(a.w,", self_test_pairs),
+    ("self-test: pairs add up K in another order", "sm100/gemm_native.cu", "for (int j = 0; j < kMmas; ++j) Format::mma(sums + b * kTile, x + 2 * j, w + 2 * j, x_columns, w_columns, j,", "for (int j = 0, h; h = kCtas == 2 ? kMmas - 1 - j : j, j < kMmas; ++j) Format::mma(sums + b * kTile, x + 2 * h, w + 2 * h, x_columns, w_columns, h,", self_test_pairs),
 ]  # fmt: skip
 
 

@@ -99,7 +99,26 @@ def test_what_bf16_does_not_hold(simt, device, sm, x_format, w_format):
     assert_bytes_equal(simt.ops.grouped_gemm(*args, "auto"), torch.ops.fp4ext.grouped_gemm(*args, "cpu"), "experts")
 
 
-@pytest.mark.parametrize("kernel", ["sm120", "sm100"])
+@pytest.mark.parametrize("kernel", ["sm120", "sm100", "sm100_pairs"])
 def test_the_self_test_passes(simt, kernel):
     simt.configure(seed=1, asynchronous="random", truncate=True)
     assert simt.ops.self_test(kernel) == ""
+
+
+def test_same_bits(simt):
+    """Of pairs and single blocks; not of a kernel that adds up K in another order, integers as it may."""
+    assert simt.ops.same_bits("sm100_pairs", "sm100") == ""
+    why = simt.ops.same_bits("sm120", "sm100")
+    assert why.startswith("NVFP4 270x100x1088: y[") and " instead of " in why
+
+
+def test_pairs_for_many_rows(simt, device):
+    i = device(100)
+    assert [simt.ops.route(*of) for of in ((128, 1), (129, 1), (512, 4), (513, 4))] == ["native", "native by pairs"] * 2
+    assert simt.ops.status(i).endswith("; for many rows by pairs of thread blocks, which give the same bits")
+    x, w = operand("nvfp4", 140, 256, seed=9, outer="row"), operand("nvfp4", 70, 256, seed=10)
+    whole = gemm(simt, x, w)
+    assert_bytes_equal(whole[130:133], gemm(simt, x[130:133], w), "a few rows alone")
+    i = device(120)
+    assert simt.ops.route(1000, 1) == "native"
+    assert "pairs" not in simt.ops.status(i)

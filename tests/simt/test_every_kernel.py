@@ -93,7 +93,7 @@ def test_gemm_finish(simt, device):
     test_gemm.check_bound(y, x, w, truncate=True)
 
 
-@pytest.mark.parametrize("kernel", ["sm120", "sm100"])
+@pytest.mark.parametrize("kernel", ["sm120", "sm100", "sm100_pairs"])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 def test_gemm_native(simt, kernel, format):
     x, w = operand(format, 6, 640, seed=1), operand(format, 4, 9, 640, seed=2)

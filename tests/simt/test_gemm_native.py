@@ -8,9 +8,9 @@ from fp4ext.testing import assert_bytes_equal
 from .operands import operand
 from .test_gemm import OFFSETS, check_bound, gemm
 
-NATIVE = ["sm120", "sm100"]
+NATIVE = ["sm120", "sm100", "sm100_pairs"]
 FORMATS = ["nvfp4", "mxfp8"]
-SHAPES = [(1, 1, 128), (3, 130, 256), (130, 5, 384), (129, 140, 1152)]
+SHAPES = [(1, 1, 128), (3, 130, 256), (130, 5, 384), (129, 140, 1152), (300, 70, 256)]
 
 
 @pytest.mark.parametrize("kernel", NATIVE)
@@ -72,6 +72,31 @@ def test_grouped(simt, kernel, format, offsets):
             assert_bytes_equal(y[start:end], gemm(simt, kernel, x[start:end], w[e]), f"expert {e}")
         start = end
     assert not y[start:].any(), "rows of nobody are zeros"
+
+
+@pytest.mark.parametrize("kernel", NATIVE)
+@pytest.mark.parametrize("format, nan", [("nvfp4", 0x7F), ("mxfp8", 0xFF)])
+def test_rows_of_nobody_are_not_read(simt, kernel, format, nan):
+    """NaN there, which a tile brings along, reaches no expert's row, and gives zeros."""
+    x, w = operand(format, 150, 256, seed=9, integers=True), operand(format, 2, 90, 256, seed=10, integers=True)
+    ends = torch.tensor([1, 140], dtype=torch.int32)
+    wanted = torch.ops.fp4ext.grouped_gemm(*x.parts, *w.parts, ends, "float32", "invariant", "cpu")
+    x.scales[140:] = nan
+    if format == "mxfp8":
+        x.codes[140:] = 0x7F
+    assert_bytes_equal(gemm(simt, kernel, x, w, None, ends), wanted, f"{kernel} {format}")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_pairs_give_the_bits_of_single_blocks(simt, format):
+    """So that either may be taken, whatever M is."""
+    for i, (m, n, k) in enumerate([(1, 70, 384), (128, 65, 256), (257, 200, 640), (400, 30, 1664)]):
+        x, w = operand(format, m, k, seed=i, outer="row"), operand(format, n, k, seed=20 + i)
+        simt.configure(seed=i, asynchronous=simt.MODES[i % 3], truncate=i % 2 == 1)
+        assert_bytes_equal(gemm(simt, "sm100_pairs", x, w), gemm(simt, "sm100", x, w), f"{format} {m}x{n}x{k}")
+    x, w = operand(format, 420, 256, seed=30), operand(format, 4, 100, 256, seed=31)
+    ends = torch.tensor([0, 130, 400, 401], dtype=torch.int32)
+    assert_bytes_equal(gemm(simt, "sm100_pairs", x, w, None, ends), gemm(simt, "sm100", x, w, None, ends), format)
 
 
 @pytest.mark.parametrize("kernel", NATIVE)

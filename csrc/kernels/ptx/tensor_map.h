@@ -6,37 +6,46 @@
 #endif
 
 // TMA: an engine that copies a box of a matrix to shared memory and counts its bytes at an mbarrier (PTX ISA 9.7.9.25.5, sm_90 and later).
-// Here: bytes, in boxes of 128 rows × 128; what lies outside of the matrix arrives as zeros, and counts. In shared memory a row's
+// Here: bytes, in boxes of some rows × 128; what lies outside of the matrix arrives as zeros, and counts. In shared memory a row's
 // 16-byte pieces are at their place XOR row % 8.
 namespace fp4ext::kernels {
 
-inline constexpr int kBoxRows = 128, kBoxBytes = 128;
+inline constexpr int kBoxBytes = 128;
 
 #if defined(__CUDACC__)
 
 using TensorMap = CUtensorMap;
 
-// The map of a matrix, rows one after the other; its address and row_bytes are multiples of 16. On the host.
-inline cudaError_t make_tensor_map(TensorMap& map, const void* matrix, int64_t rows, int64_t row_bytes) {
+// The map of a matrix, rows one after the other, in boxes of box_rows; its address and row_bytes are multiples of 16. On the host.
+inline cudaError_t make_tensor_map(TensorMap& map, const void* matrix, int64_t rows, int64_t row_bytes, int box_rows) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
   if (error != cudaSuccess) return error;
   if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(rows)}, stride = sizes[0];
-  const cuuint32_t box[2] = {kBoxBytes, kBoxRows}, step[2] = {1, 1};
+  const cuuint32_t box[2] = {kBoxBytes, static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
   const CUresult result = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function)(
       &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), sizes, &stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Copies the box whose first byte is `byte` of row `row`, to a multiple of 1024. The map is a __grid_constant__ of the kernel.
+// Copies the box whose first byte is `byte` of row `row`, to a multiple of 1024 in this CTA's shared memory. The bytes
+// count at `barrier`; in a pair, at the leader's. The map is a __grid_constant__ of the kernel.
+template <int kCtas>
 __device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int byte, int row, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(byte), "r"(row)
-      : "memory");
+  if constexpr (kCtas == 1)
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(byte), "r"(row)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.cta_group::2 [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(leader_address(barrier)), "r"(byte), "r"(row)
+        : "memory");
 }
 
 #else
@@ -44,18 +53,21 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int byt
 struct TensorMap {
   const char* matrix;
   int64_t rows, row_bytes;
+  int box_rows;
 };
 
-inline cudaError_t make_tensor_map(TensorMap& map, const void* matrix, int64_t rows, int64_t row_bytes) {
-  if ((reinterpret_cast<uintptr_t>(matrix) | row_bytes) % 16 != 0 || rows <= 0 || row_bytes <= 0) return cudaErrorInvalidValue;
-  map = {static_cast<const char*>(matrix), rows, row_bytes};
+inline cudaError_t make_tensor_map(TensorMap& map, const void* matrix, int64_t rows, int64_t row_bytes, int box_rows) {
+  if ((reinterpret_cast<uintptr_t>(matrix) | row_bytes) % 16 != 0 || rows <= 0 || row_bytes <= 0 || box_rows > 256)
+    return cudaErrorInvalidValue;
+  map = {static_cast<const char*>(matrix), rows, row_bytes, box_rows};
   return cudaSuccess;
 }
 
-inline void copy_box(void* to, const TensorMap* map, int byte, int row, uint64_t* barrier) {
+template <int kCtas>
+void copy_box(void* to, const TensorMap* map, int byte, int row, uint64_t* barrier) {
   if (reinterpret_cast<uintptr_t>(to) % 1024 != 0) simt::fail("cp.async.bulk.tensor: a swizzled box begins at a multiple of 1024");
   simt::block().bulk.push_back({false, [to, m = *map, byte, row, barrier] {
-                                  for (int r = 0; r < kBoxRows; ++r)
+                                  for (int r = 0; r < m.box_rows; ++r)
                                     for (int b = 0; b < kBoxBytes; b += 16) {
                                       char* piece = static_cast<char*>(to) + r * kBoxBytes + (b ^ (r % 8 * 16));
                                       if (row + r < m.rows && byte + b < m.row_bytes)
@@ -63,8 +75,8 @@ inline void copy_box(void* to, const TensorMap* map, int byte, int row, uint64_t
                                       else
                                         std::memset(piece, 0, 16);
                                     }
-                                  auto* counted = reinterpret_cast<SimtBarrier*>(barrier);
-                                  counted->bytes -= kBoxRows * kBoxBytes;
+                                  auto* counted = static_cast<SimtBarrier*>(kCtas == 1 ? barrier : simt::in_block(0, barrier));
+                                  counted->bytes -= m.box_rows * kBoxBytes;
                                   counted->turn_if_all_have_come();
                                 }});
 }
