@@ -110,12 +110,9 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
   args.offsets = offsets ? static_cast<const int32_t*>(offsets->data_ptr()) : nullptr;
   args.experts = static_cast<int>(experts);
   using Gemm = cudaError_t (*)(const kernels::GemmArgs&, cudaStream_t);
-  static constexpr Choice<Gemm> kKernels[] = {{"invariant", kernels::gemm_invariant},
-                                              {"lanes", kernels::gemm_lanes},
-                                              {"decode", kernels::gemm_decode},
-                                              {"sm120", kernels::gemm_sm120},
-                                              {"sm100", kernels::gemm_sm100},
-                                              {"sm100_pairs", kernels::gemm_sm100_pairs}};
+  static constexpr Choice<Gemm> kKernels[] = {{"invariant", kernels::gemm_invariant}, {"lanes", kernels::gemm_lanes},
+                                              {"decode", kernels::gemm_decode},       {"sm120", kernels::gemm_sm120},
+                                              {"sm100", kernels::gemm_sm100},         {"sm100_pairs", kernels::gemm_sm100_pairs}};
   const Gemm gemm = choose("kernel", kernel, kKernels);
   STD_TORCH_CHECK(
       kernel == "invariant" || kernel == "lanes" || (kernel == "decode" ? kernels::decode_takes(args) : kernels::native_takes(args)),

@@ -85,14 +85,14 @@ def options(text, steps: int):
 
 
 def test_pretrain_prints_the_table(capsys, tmp_path, text):
-    schedule = ["--lr", "5e-4", "--warmup", "100"]
+    schedule = ["--lr", "1e-3", "--warmup", "7"]
     assert main(["pretrain", *options(text, 2), *schedule, "--out", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert (
         "step 2/2  valid loss: bf16" in out and "bf16 " in out and f"report: {tmp_path / 'run' / 'report.html'}" in out
     )
-    assert "--lr 0.0005 --warmup 100" in (tmp_path / "run" / "report.html").read_text()
-    assert "warmup: 100, now 20" in refused(capsys, "pretrain", *options(text, 2), "--out", str(tmp_path / "run"))
+    assert "--lr 0.001 --warmup 7" in (tmp_path / "run" / "report.html").read_text()
+    assert "warmup: 7, now 100" in refused(capsys, "pretrain", *options(text, 2), "--out", str(tmp_path / "run"))
     assert "holds this very run" in refused(
         capsys, "pretrain", *options(text, 2), *schedule, "--out", str(tmp_path / "run")
     )
