@@ -7,15 +7,14 @@ from torch.nn import functional as F
 import fp4ext
 from fp4ext.activation import silu, swiglu
 from fp4ext.testing import assert_bytes_equal
+from fp4ext.train.run import settings
 
 
 @pytest.fixture
 def three_threads():
     """Shares that end within a vector."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
+    with settings(3):
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

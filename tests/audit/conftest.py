@@ -8,6 +8,7 @@ import torch
 from fp4ext.train import Preset, Shape, data
 from fp4ext.train.arm import Arm
 from fp4ext.train.model import Transformer
+from fp4ext.train.run import settings
 
 PRESET = Preset(
     "audited",
@@ -28,10 +29,8 @@ MIXTURE = PRESET.with_(
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Tensors this small are not worth two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with settings(1):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,9 +24,9 @@
 //   asynchronous     = a copy that lands as late, or as early, as the ISA allows; a tensor core that is its own engine
 //
 // Adversarial on purpose: a warp runs as far as it can while the others stand still, in an order that the seed chooses; so
-// does a block of a cluster, and now and then some lanes of a warp. A missing barrier then shows as a wrong result, a barrier that not all threads reach as a
-// deadlock, and a pointer that is not aligned, or to a block that has exited, as an error. What it cannot see: speed, memory fences, typos in the text of an instruction, an ISA
-// misread on both sides.
+// does a block of a cluster, and now and then some lanes of a warp. A missing barrier then shows as a wrong result, a
+// barrier that not all threads reach as a deadlock, and a pointer that is not aligned, or to a block that has exited, as
+// an error. What it cannot see: speed, memory fences, typos in the text of an instruction, an ISA misread on both sides.
 namespace simt {
 
 enum class Async { early, late, random };

@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from fp4ext.train import Config, Preset, Shape
 from fp4ext.train.display import Silent
+from fp4ext.train.run import settings
 
 MICRO = Preset(
     "micro",
@@ -30,10 +30,8 @@ MICRO = Preset(
 @pytest.fixture
 def one_thread():
     """For work so small that it is slower on two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with settings(1):
+        yield
 
 
 @pytest.fixture(scope="session")

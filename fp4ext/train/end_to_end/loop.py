@@ -18,8 +18,6 @@ import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-import torch
-
 from fp4ext import export
 
 from .. import checkpoint, exported, inkling2, run, task
@@ -86,12 +84,11 @@ def resume(out: str | Path, show: Stages | None = None, tensorboard: bool = True
 
 
 def _go_on(out: Path, config: Config, show: Stages, tensorboard: bool) -> Result:
-    lock, before = run.locked(out), torch.get_num_threads()
-    torch.set_num_threads(config.threads)
+    lock = run.locked(out)
     try:
-        return _stages(out, config, show, tensorboard)
+        with run.settings(config.threads):
+            return _stages(out, config, show, tensorboard)
     finally:
-        torch.set_num_threads(before)
         show.close()
         os.close(lock)
 
