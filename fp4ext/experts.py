@@ -13,19 +13,14 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from . import ops, policies
+from . import layer_ops, policies
 from .activation import swiglu
-from .grouped import Ragged, check_offsets, grouped_gemm, grouped_quantize
-from .linear import _flatten, _streams
+from .grouped import check_offsets
+from .linear import RecordedLinear
 from .policy import Policy, current_stage
-from .qtensor import QTensor
 from .quantize import check_input
 from .recipe import Recipe
-from .spec import Spec
-
-Operand = QTensor | Ragged | Tensor
 
 
 class Experts(nn.Module):
@@ -108,12 +103,9 @@ def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> Ten
         recipe.check_backward()
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    rng = ops.draw_rng(x, 3) if recipe.needs_rng else None
     if recorded:
-        return _GroupedLinear.apply(x, w, offsets, recipe, rng)
-    rng_fprop = _streams(rng)[0]
-    xq = _quantize(x, recipe.fprop.x, offsets, "x", -1, rng_fprop)
-    return _gemm(xq, _quantize(w, recipe.fprop.w, None, "w", -1, rng_fprop), offsets, x.dtype)
+        return RecordedLinear.apply(x, w, None, offsets, recipe)
+    return layer_ops.forward(x, w, None, offsets, recipe, False, False)[0]
 
 
 def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> None:
@@ -128,71 +120,3 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> None:
         raise ValueError(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
     if recipe.mean_split:
         raise ValueError("a recipe with mean_split is for linear layers; accepted for experts: mean_split=False")
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, offsets, recipe: Recipe, rng):
-        rng_fprop, rng_dgrad, rng_wgrad = _streams(rng)
-        keep_w, keep_x = ctx.needs_input_grad[:2]
-        xq = _quantize(x, recipe.fprop.x, offsets, "x", -1, rng_fprop)
-        wq = _quantize(w, recipe.fprop.w, None, "w", -1, rng_fprop)
-        y = _gemm(xq, wq, offsets, x.dtype)
-
-        ctx.recipe, ctx.dtypes, ctx.unpack = recipe, (x.dtype, w.dtype), []
-        saved = [offsets] if rng is None else [offsets, rng]
-        keep = (
-            (keep_x, x, xq, recipe.wgrad.x, recipe.wgrad.from_fprop, offsets, "x", rng_wgrad),
-            (keep_w, w, wq, recipe.dgrad.w, recipe.dgrad.from_fprop, None, "w", rng_dgrad),
-        )
-        for needed, t, q, spec, from_fprop, ends, role, state in keep:
-            tensors, rebuild = [], None
-            if needed:  # the forward's copy, or one for the backward alone
-                kept = q if spec is None or from_fprop else _quantize(t, spec, ends, role, -2, state)
-                tensors, rebuild = _flatten(kept)
-            ctx.unpack.append(rebuild)
-            saved += tensors
-        ctx.save_for_backward(*saved)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        recipe, (x_dtype, w_dtype) = ctx.recipe, ctx.dtypes
-        saved = list(ctx.saved_tensors)
-        offsets = saved.pop(0)
-        _, rng_dgrad, rng_wgrad = _streams(saved.pop(0) if recipe.needs_rng else None)
-        x, w = (rebuild(saved) if rebuild else None for rebuild in ctx.unpack)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            wt = _transposed(w, recipe.dgrad.w, recipe.dgrad.from_fprop, None, "w", rng_dgrad, x_dtype)
-            dx = _gemm(_quantize(dy, recipe.dgrad.dy, offsets, "dy", -1, rng_dgrad), wt, offsets, x_dtype)
-        if ctx.needs_input_grad[1]:
-            xt = _transposed(x, recipe.wgrad.x, recipe.wgrad.from_fprop, offsets, "x", rng_wgrad, x_dtype)
-            dyt = _quantize(dy, recipe.wgrad.dy, offsets, "dy", -2, rng_wgrad)
-            dw = _gemm(dyt, xt, offsets, torch.float32).to(w_dtype)
-        return dx, dw, None, None, None
-
-
-def _quantize(t: Operand, spec: Spec | None, offsets: Tensor | None, role: str, axis: int, rng) -> Operand:
-    """t, or its transpose, quantized where there is a spec. offsets: of rows; None for a stack of weights."""
-    if spec is None:
-        return t if axis == -1 else t.mT
-    return grouped_quantize(t, spec, offsets, axis=axis, rng=rng, role=role)
-
-
-def _transposed(
-    kept: Operand, spec: Spec | None, from_fprop: bool, offsets: Tensor | None, role: str, rng, dtype: torch.dtype
-) -> Operand:
-    """The transposed operand of a backward GEMM from what the forward kept; plain ones in `dtype`."""
-    if spec is None:
-        return (kept.dequantize(dtype) if isinstance(kept, QTensor) else kept).mT
-    return _quantize(kept, spec, offsets, role, -2, rng) if from_fprop else kept
-
-
-def _gemm(a: Operand, b: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """One product an expert, in `dtype`. A plain b (master weights, say) takes the dtype of a."""
-    if isinstance(b, Tensor):
-        b = b.to(a.dtype)
-    out = torch.float32 if dtype == torch.float16 else dtype
-    return grouped_gemm(a, b, offsets, out).to(dtype)

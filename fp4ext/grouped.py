@@ -179,6 +179,14 @@ def grouped_gemm(
     return ops.grouped_gemm(*operands, offsets, ops.dtype_name(out_dtype), accumulate, backend)
 
 
+def expert_ends(chosen: Tensor, experts: int) -> Tensor:
+    """The offsets that grouped ops take, int32 [experts], of each row's expert [T], which are sorted.
+
+    A search instead of a count: its shape does not depend on the values, so torch.compile needs no guard on them.
+    """
+    return torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True, out_int32=True)
+
+
 def check_offsets(offsets: Tensor, x: QTensor | Ragged | Tensor) -> None:
     """Refuse what is no int32 [E] on the device of x."""
     if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:

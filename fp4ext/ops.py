@@ -7,8 +7,12 @@ types, which few torch functions know.
 
 from __future__ import annotations
 
+from collections.abc import Callable, MutableMapping
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from . import (
     _C,  # noqa: F401  (loading it registers the ops)
@@ -214,7 +218,7 @@ def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
 # Fakes --------------------------------------------------------------------------------------------------------------
 
 
-def _fake_quantized(x: Tensor, key: str, axis: int) -> Quantized:
+def fake_quantized(x: Tensor, key: str, axis: int) -> Quantized:
     spec = Spec.parse(key)
     shape = list(x.shape)
     if axis == -2:
@@ -228,20 +232,20 @@ def _fake_quantized(x: Tensor, key: str, axis: int) -> Quantized:
 
 @torch.library.register_fake("fp4ext::quantize")
 def _(x, spec, axis, rng, role, amax):
-    return _fake_quantized(x, spec, axis)
+    return fake_quantized(x, spec, axis)
 
 
 @torch.library.register_fake("fp4ext::quantize_rowcol")
 def _(x, row_spec, col_spec, row_rng, col_rng, role):
-    return _fake_quantized(x, row_spec, -1) + _fake_quantized(x, col_spec, -2)
+    return fake_quantized(x, row_spec, -1) + fake_quantized(x, col_spec, -2)
 
 
 @torch.library.register_fake("fp4ext::requantize")
 def _(codes, scales, global_scale, format, k, spec, axis, rng, role):
-    return _fake_quantized(codes.new_empty((*codes.shape[:-1], k)), spec, axis)
+    return fake_quantized(codes.new_empty((*codes.shape[:-1], k)), spec, axis)
 
 
-def _fake_grouped(x: Tensor, offsets: Tensor | None, key: str, axis: int) -> Quantized:
+def fake_grouped(x: Tensor, offsets: Tensor | None, key: str, axis: int) -> Quantized:
     spec = Spec.parse(key)
     block, colwise, by_row = spec.fmt.block, axis == -2, spec.outer == "row"
     if offsets is None:
@@ -259,17 +263,17 @@ def _fake_grouped(x: Tensor, offsets: Tensor | None, key: str, axis: int) -> Qua
 
 @torch.library.register_fake("fp4ext::grouped_quantize")
 def _(x, offsets, spec, axis, rng, role):
-    return _fake_grouped(x, offsets, spec, axis)
+    return fake_grouped(x, offsets, spec, axis)
 
 
 @torch.library.register_fake("fp4ext::grouped_requantize")
 def _(codes, scales, global_scale, format, k, offsets, spec, axis, rng, role):
-    return _fake_grouped(codes.new_empty((*codes.shape[:-1], k)), offsets, spec, axis)
+    return fake_grouped(codes.new_empty((*codes.shape[:-1], k)), offsets, spec, axis)
 
 
 @torch.library.register_fake("fp4ext::amax")
 def _(x, spec, axis, rng):
-    return _fake_quantized(x, spec, axis)[2]
+    return fake_quantized(x, spec, axis)[2]
 
 
 @torch.library.register_fake("fp4ext::dequantize")
@@ -314,24 +318,59 @@ def _(swizzled, rows, columns):
 
 
 # Random state -------------------------------------------------------------------------------------------------------
+#
+# Random bits come from torch's generator, so torch.manual_seed repeats a run and whatever saves torch's RNG state saves
+# fp4ext's. A compiler must neither repeat, drop, merge nor reorder the draws. Three properties hold that:
+#
+# - An op that draws also returns what its caller needs (layer_ops.py: the layer's output), so it is not dead code, and
+#   it returns the states it drew, so the backward reads them instead of drawing again.
+# - It is tagged nondeterministic_seeded: checkpointing inside torch.compile restores the generator before it repeats
+#   the op.
+# - While a graph is traced, each such op takes the states of the previous one as the argument `after`. That is a data
+#   dependency, which keeps program order through every pass and makes no two calls equal.
 
 
-@torch.library.custom_op("fp4ext::draw_rng", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
-def draw_rng(like: Tensor, streams: int) -> Tensor:
-    """Fresh RNG states {seed, offset}, int64 [streams, 2], drawn from torch's generator for the device of `like`.
-
-    So torch.manual_seed makes a run repeatable, and whatever saves torch's RNG state saves fp4ext's. An op of its own,
-    so that compiled code draws the same numbers as eager code.
-    """
+def draw_states(like: Tensor, streams: int) -> Tensor:
+    """RNG states {seed, offset}, int64 [streams, 2], drawn now from torch's generator for the device of `like`."""
     return torch.randint(2**63 - 1, (streams, 2), dtype=torch.int64, device=like.device)
 
 
-@draw_rng.register_fake
-def _(like, streams):
-    # Compiled code merges equal calls, and then layers that read the same x would share their draws. The tag does not
-    # stop it; torch's own random ops are exempt by this list. Imported here: it is slow, and only compiling needs it.
-    from torch._functorch.compile_utils import rand_ops
+def random_op(name: str, states: int | None) -> Callable:
+    """Decorate a function that draws RNG states, to make it the op fp4ext::`name`.
 
-    if torch.ops.fp4ext.draw_rng not in rand_ops:
-        rand_ops.append(torch.ops.fp4ext.draw_rng)
+    Its last parameter is `after: Tensor | None = None`, which it ignores. `states` is the position among its outputs
+    of the states it drew; None where they are its only output.
+    """
+
+    def decorate(function: Callable) -> torch.library.CustomOpDef:
+        op = torch.library.custom_op(
+            f"fp4ext::{name}", function, mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+        )
+
+        @op.register_torch_dispatch(ProxyTorchDispatchMode)
+        def _(mode, overload, types, args, kwargs):
+            schema = overload._schema.arguments
+            args = [*args, *(kwargs.get(a.name, a.default_value) for a in schema[len(args) :])]
+            args[-1] = _last_draw.get(mode.tracer)
+            out = mode.__torch_dispatch__(overload, types, tuple(args), {})
+            _last_draw[mode.tracer] = out if states is None else out[states]
+            return out
+
+        return op
+
+    return decorate
+
+
+# For each graph that is being traced, the states that its last random op drew.
+_last_draw: MutableMapping = WeakKeyDictionary()
+
+
+@random_op("draw_rng", states=None)
+def draw_rng(like: Tensor, streams: int, after: Tensor | None = None) -> Tensor:
+    """draw_states as an op."""
+    return draw_states(like, streams)
+
+
+@draw_rng.register_fake
+def _(like, streams, after=None):
     return like.new_empty((streams, 2), dtype=torch.int64)

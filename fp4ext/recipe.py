@@ -9,7 +9,8 @@ An operand's Spec is None where it stays as it is (BF16 under autocast). A GEMM 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, fields
 
 from .spec import Spec
 
@@ -73,6 +74,19 @@ class Recipe:
                 )
 
     @property
+    def key(self) -> str:
+        """The recipe as one string, which crosses to the ops of layers; `parse` reads it."""
+        return " ".join(_word(value) for gemm in (self.fprop, self.dgrad, self.wgrad) for value in vars(gemm).values())
+
+    @classmethod
+    @functools.cache
+    def parse(cls, key: str) -> Recipe:
+        """The recipe of a key, but for mean_split, which is no matter of the GEMMs."""
+        words = iter(key.split())
+        gemms = (kind(*(_value(next(words)) for _ in fields(kind))) for kind in (Fprop, Dgrad, Wgrad))
+        return cls(*gemms)
+
+    @property
     def quantizes(self) -> bool:
         """Whether anything is quantized at all."""
         return any((*_specs(self.fprop), *_specs(self.dgrad), *_specs(self.wgrad)))
@@ -109,3 +123,12 @@ class Recipe:
 
 def _specs(gemm) -> list[Spec]:
     return [s for s in vars(gemm).values() if isinstance(s, Spec)]
+
+
+def _word(value: Spec | bool | None) -> str:
+    return value.key if isinstance(value, Spec) else str(value)
+
+
+def _value(word: str) -> Spec | bool | None:
+    plain = {"None": None, "True": True, "False": False}
+    return plain[word] if word in plain else Spec.parse(word)

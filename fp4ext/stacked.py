@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor, nn
 
 from .experts import Experts
+from .grouped import expert_ends
 
 RECORDED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
 
@@ -39,7 +39,7 @@ class Stacked:
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         (tokens, top_k), x = top_k_index.shape, hidden_states
         chosen, order = top_k_index.flatten().sort(stable=True)
-        offsets = chosen.bincount(minlength=self.num_experts).cumsum(0).to(torch.int32)
+        offsets = expert_ends(chosen, self.num_experts)
         # Expanded and permuted, not gathered: the backward then has no sum whose order is open.
         rows = x[:, None].expand(-1, top_k, -1).flatten(0, 1)[order]
         up, down = self.stacks

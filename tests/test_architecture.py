@@ -25,6 +25,7 @@ ORDER = """
     gemm attention
     grouped
     recipe
+    layer_ops
     policy
     activation policy_file
     policies

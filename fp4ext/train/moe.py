@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import fp4ext
+from fp4ext.grouped import expert_ends
 
 from . import invariant
 from .presets import Shape
@@ -60,8 +61,8 @@ class MoE(nn.Module):
         rows = x.flatten(0, -2)
         p, chosen = self.router(rows)
         (tokens, top_k), experts = chosen.shape, len(self.router.weight)
-        order = chosen.flatten().argsort(stable=True)
-        offsets = chosen.flatten().bincount(minlength=experts).cumsum(0).to(torch.int32)
+        chosen, order = chosen.flatten().sort(stable=True)
+        offsets = expert_ends(chosen, experts)
         # Expanded and permuted, not gathered: the backward then has no sum whose order is open.
         copies = rows[:, None].expand(-1, top_k, -1).flatten(0, 1)
         y = self.experts(copies[order], offsets)[order.argsort()].view(tokens, top_k, -1)
