@@ -15,12 +15,13 @@ from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
 from .packed import pack, packed_weights, refit
-from .policy import Policy, current_stage, stage
+from .policy import Policy
 from .qtensor import QTensor
 from .quantize import quantize
 from .quantized import QuantizedExperts, QuantizedLinear
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
+from .stages import current_stage, stage
 
 __version__ = "0.1.0"
 

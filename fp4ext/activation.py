@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .policy import current_stage
+from .stages import current_stage
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

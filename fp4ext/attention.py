@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import ops
+from .autograd import first_derivative
 from .quantize import check_device, check_input
 
 
@@ -56,7 +56,7 @@ class _Attention(torch.autograd.Function):
         return ops.attention(q, k, v, start, scale)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         q, k, v, start = ctx.saved_tensors
         (batch, heads, m, d), (groups, t) = q.shape, k.shape[1:3]

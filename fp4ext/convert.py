@@ -17,7 +17,8 @@ from torch import nn
 from . import policies, stacked
 from .experts import Experts
 from .linear import Linear
-from .policy import Policy, check_stage
+from .policy import Policy
+from .stages import check_stage
 
 Filter = Callable[[str, nn.Module], bool]
 CONVERTED = (Linear, Experts, stacked.Stacked)

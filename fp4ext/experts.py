@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from . import layer_ops, policies
 from .activation import swiglu
+from .autograd import refuse_transforms
 from .grouped import check_offsets
 from .linear import RecordedLinear
-from .policy import Policy, current_stage
+from .policy import Policy
 from .quantize import check_input
 from .recipe import Recipe
+from .stages import stage_of
 
 
 class Experts(nn.Module):
@@ -72,7 +74,7 @@ class Experts(nn.Module):
 
     def product(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
         """x times one of the stacks, by the stage's recipe: what an audit watches."""
-        return grouped_linear(x, self.stack(name), offsets, self.recipes[current_stage()])
+        return grouped_linear(x, self.stack(name), offsets, self.recipes[stage_of(self)])
 
     def stack(self, name: str) -> Tensor:
         """gate_up_proj or down_proj as [E, N, K]."""
@@ -96,13 +98,14 @@ def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> Ten
     Raises:
         TypeError: a dtype that is not accepted.
         ValueError: shapes or devices that don't fit, a recipe that has no backward, or one that splits the mean.
+        NotImplementedError: a second or a forward-mode derivative, a transform of torch.func.
     """
+    refuse_transforms("fp4ext.grouped_linear", x, w)
     _check(x, w, offsets, recipe)
     recorded = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if recorded:
         recipe.check_backward()
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = layer_ops.by_autocast(x)
     if recorded:
         return RecordedLinear.apply(x, w, None, offsets, recipe)
     return layer_ops.forward(x, w, None, offsets, recipe, False, False)[0]

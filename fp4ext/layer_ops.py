@@ -13,9 +13,12 @@ three are empty where the backward reads the plain tensor.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from . import ops
 from .gemm import gemm
@@ -66,6 +69,14 @@ def backward(
     """
     dx, dw = torch.ops.fp4ext.layer_backward(dy, states, x, w, offsets, recipe.key, k, *dtypes, need_dx, need_dw)
     return dx if need_dx else None, dw if need_dw else None
+
+
+def by_autocast(x: Tensor) -> Tensor:
+    """x in autocast's dtype where autocast is on for its device, else x itself."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 def keeps_plain(recipe: Recipe) -> tuple[bool, bool]:
@@ -165,6 +176,16 @@ def _(dy, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw):
     w_shape = ([] if offsets is None else [offsets.shape[0]]) + [dy.shape[1], k]
     dx = dy.new_empty((dy.shape[0], k) if need_dx else (0,), dtype=x_dtype)
     return dx, dy.new_empty(w_shape if need_dw else (0,), dtype=w_dtype)
+
+
+@register_flop_formula([torch.ops.fp4ext.layer, torch.ops.fp4ext.layer_random])
+def _(x_shape, w_shape, *_, **__) -> int:
+    return 2 * math.prod(x_shape) * w_shape[-2]
+
+
+@register_flop_formula(torch.ops.fp4ext.layer_backward)
+def _(dy_shape, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw, **_) -> int:
+    return 2 * math.prod(dy_shape) * k * (need_dx + need_dw)
 
 
 def _streams(states: Tensor) -> tuple[Tensor | None, ...]:

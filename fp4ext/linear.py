@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from . import layer_ops, policies
-from .policy import Policy, current_stage
+from .autograd import first_derivative, refuse_transforms
+from .policy import Policy
 from .quantize import check_input
 from .recipe import Recipe
+from .stages import stage_of
 
 
 class Linear(nn.Linear):
@@ -52,7 +53,7 @@ class Linear(nn.Linear):
         self.recipes = self.policy.recipes(self.policy_name, step)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.recipes[current_stage()])
+        return linear(x, self.weight, self.bias, self.recipes[stage_of(self)])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, policy={self.policy.name}"
@@ -64,15 +65,16 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     Raises:
         TypeError: a dtype that is not accepted.
         ValueError: shapes or devices that don't fit, a recipe that has no backward.
+        NotImplementedError: a second or a forward-mode derivative, a transform of torch.func.
     """
     if not recipe.quantizes:
-        return nn.functional.linear(x, w, bias)
+        return _plain(x, w, bias)
+    refuse_transforms("fp4ext.linear", x, w, bias)
     _check(x, w, bias)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias))
     if recorded:
         recipe.check_backward()
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = layer_ops.by_autocast(x)
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     if recipe.mean_split and rows.shape[0]:
         rows, bias = _split_mean(rows, w, bias)
@@ -81,6 +83,13 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     else:
         y = layer_ops.forward(rows, w, bias, None, recipe, False, False)[0]
     return y.view(*x.shape[:-1], w.shape[0])
+
+
+def _plain(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's product, in the dtype of x where that differs from the weight's and autocast does not choose."""
+    if x.dtype != w.dtype and layer_ops.by_autocast(x) is x:
+        w, bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    return nn.functional.linear(x, w, bias)
 
 
 def _split_mean(rows: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -124,7 +133,7 @@ class RecordedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         states, *saved = ctx.saved_tensors
         of_x, of_w = ctx.counts

@@ -219,6 +219,7 @@ def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def fake_quantized(x: Tensor, key: str, axis: int) -> Quantized:
+    """Empty tensors of the shapes that `quantize` returns, codes and block scales as bytes."""
     spec = Spec.parse(key)
     shape = list(x.shape)
     if axis == -2:
@@ -246,6 +247,7 @@ def _(codes, scales, global_scale, format, k, spec, axis, rng, role):
 
 
 def fake_grouped(x: Tensor, offsets: Tensor | None, key: str, axis: int) -> Quantized:
+    """Empty tensors of the shapes that `grouped_quantize` returns, codes and block scales as bytes."""
     spec = Spec.parse(key)
     block, colwise, by_row = spec.fmt.block, axis == -2, spec.outer == "row"
     if offsets is None:

@@ -17,12 +17,12 @@ from torch import nn
 from .experts import Experts
 from .grouped import grouped_quantize
 from .linear import Linear
-from .policy import check_stage
 from .qtensor import QTensor
 from .quantize import quantize
 from .quantized import QuantizedExperts, QuantizedLinear, QuantizedStacked
 from .spec import Spec
 from .stacked import Stacked, is_stacked
+from .stages import check_stage
 
 
 def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:

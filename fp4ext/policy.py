@@ -7,39 +7,11 @@ sampler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from .recipe import Fprop, Recipe
-
-STAGES = ("pretrain", "rl_sampler", "rl_trainer")
-
-_stage = "pretrain"
-
-
-def check_stage(name: str) -> None:
-    """Raises ValueError for a stage that there is not."""
-    if name not in STAGES:
-        raise ValueError(f"unknown stage {name!r}; accepted: {', '.join(STAGES)}")
-
-
-def current_stage() -> str:
-    """The stage that modules run in now."""
-    return _stage
-
-
-@contextmanager
-def stage(name: str) -> Iterator[None]:
-    """Run modules in a stage: `with fp4ext.stage("rl_sampler"): …`. Raises ValueError for an unknown one."""
-    global _stage
-    check_stage(name)
-    before, _stage = _stage, name
-    try:
-        yield
-    finally:
-        _stage = before
+from .stages import STAGES, check_stage
 
 
 @dataclass(frozen=True)

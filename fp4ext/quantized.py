@@ -1,6 +1,9 @@
-"""Layers whose weights stay quantized: what a sampler holds in memory.
+"""Layers whose weights stay quantized: what a sampler holds in memory, and what adapters are trained on.
 
-y [.., N] = gemm(Q(x), ŵ) + bias        4.5 bits a weight in NVFP4, no copy in a wider type
+    y [.., N] = gemm(Q(x), ŵ) + bias        4.5 bits per weight in NVFP4, no copy in a wider type
+    dx        = dy·ŵ                        in the dtype of x; Q counts as the identity (straight-through)
+
+The weights are constants; the bias can be trained. The backward dequantizes a layer's weights for as long as it runs.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from torch import Tensor, nn
 
 from . import policies
 from .activation import swiglu
+from .autograd import first_derivative, refuse_transforms
 from .formats import Format
 from .gemm import gemm
 from .grouped import grouped_gemm, grouped_quantize
+from .layer_ops import by_autocast
 from .policy import Policy
 from .qtensor import QTensor
 from .quantize import quantize
@@ -23,7 +28,7 @@ from .stacked import Stacked, mixed, names_of_stacks, plain_class, stack_of
 
 
 class QuantizedLinear(nn.Module):
-    """y = x·ŵᵀ + bias, w a QTensor. For inference: no gradient flows.
+    """y = x·ŵᵀ + bias, w a QTensor. Gradients flow to x and to a bias that requires one, never to the weight.
 
     Its codes and scales are buffers, so `.to(device)` and state_dict carry them; a dtype given to `.to` leaves them.
 
@@ -70,22 +75,20 @@ class QuantizedLinear(nn.Module):
         return [self.weight]
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = by_autocast(x)
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
-        operand = rows if self.x is None else quantize(rows, self.x)
-        out = torch.float32 if x.dtype == torch.float16 else x.dtype
-        return gemm(operand, self.weight, self.bias, out).to(x.dtype).view(*x.shape[:-1], self.out_features)
+        y = _product(rows, self.x, self.weight, self.bias, None)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        bits = f"{self.weight.bits_per_element:.2f} bits a weight"
+        bits = f"{self.weight.bits_per_element:.2f} bits per weight"
         return (
             f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.format}, {bits}, x={self.x}"
         )
 
 
 class QuantizedExperts(nn.Module):
-    """SwiGLU experts with packed weights, as fp4ext.Experts in the sampler's stage. For inference: no gradient flows.
+    """SwiGLU experts with packed weights, as fp4ext.Experts in the sampler's stage. Gradients flow to x alone.
 
     Args:
         gate_up, down: stacks [E, 2F, K] (gate first) and [E, K, F], of one format each.
@@ -135,21 +138,20 @@ class QuantizedExperts(nn.Module):
         return [self.gate_up_proj, self.down_proj]
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        h = swiglu(_grouped_product(x, self.x, self.gate_up_proj, offsets))
-        return _grouped_product(h, self.x, self.down_proj, offsets)
+        x = by_autocast(x)
+        h = swiglu(_product(x, self.x, self.gate_up_proj, None, offsets))
+        return _product(h, self.x, self.down_proj, None, offsets)
 
     def extra_repr(self) -> str:
         experts, features, hidden = self.down_proj.shape
         bits = 8 * sum(w.nbytes for w in self.weights) / (3 * experts * features * hidden or 1)
         size = f"{experts}, features={features}, hidden={hidden}"
-        return f"{size}, {self.kinds['gate_up'][0]}, {bits:.2f} bits a weight, x={self.x}"
+        return f"{size}, {self.kinds['gate_up'][0]}, {bits:.2f} bits per weight, x={self.x}"
 
 
 class QuantizedStacked(Stacked):
     """What is mixed into a class of experts of transformers that hold their stacks packed: as Stacked in the sampler's
-    stage. For inference: no gradient flows. `of` makes one.
+    stage. Gradients flow to x and to what the class itself holds, such as biases. `of` makes one.
 
     Attributes:
         x, w: as in QuantizedExperts.
@@ -179,19 +181,48 @@ class QuantizedStacked(Stacked):
         return [self.held(name) for name in self.stacks]
 
     def product(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _grouped_product(x, self.x, self.held(name), offsets)
+        return _product(by_autocast(x), self.x, self.held(name), None, offsets)
 
     def extra_repr(self) -> str:
         bits = 8 * sum(w.nbytes for w in self.weights) / sum(w.shape.numel() for w in self.weights)
-        return f"{self.kinds['down_proj'][0]}, {bits:.2f} bits a weight, x={self.x}"
+        return f"{self.kinds['down_proj'][0]}, {bits:.2f} bits per weight, x={self.x}"
 
 
-def _grouped_product(x: Tensor, spec: Spec | None, w: QTensor, offsets: Tensor) -> Tensor:
-    operand = x if spec is None else grouped_quantize(x, spec, offsets)
-    out = torch.float32 if x.dtype == torch.float16 else x.dtype
-    return grouped_gemm(operand, w, offsets, out).to(x.dtype)
+def _product(x: Tensor, spec: Spec | None, w: QTensor, bias: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """Q(x)·ŵᵀ + bias in the dtype of x, with its backward. x [T, K], w [N, K]; or with offsets [E], w [E, N, K]."""
+    refuse_transforms("a packed layer", x, bias)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Product.apply(x, spec, w, bias, offsets)
+    operand = x if spec is None else quantize(x, spec) if offsets is None else grouped_quantize(x, spec, offsets)
+    return _multiply(operand, w, bias, offsets, x.dtype)
+
+
+def _multiply(x: QTensor | Tensor, w: QTensor | Tensor, bias, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
+    out = torch.float32 if dtype == torch.float16 else dtype
+    y = gemm(x, w, bias, out) if offsets is None else grouped_gemm(x, w, offsets, out)
+    return y.to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, spec: Spec | None, w: QTensor, bias, offsets):
+        ctx.save_for_backward(offsets, *w.tensors().values())
+        ctx.w, ctx.dtypes = (w.format, w.shape, w.dtype), (x.dtype, None if bias is None else bias.dtype)
+        with torch.no_grad():
+            return _product(x, spec, w, bias, offsets)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, dy):
+        offsets, codes, scales, *outer = ctx.saved_tensors
+        x_dtype, bias_dtype = ctx.dtypes
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            w = QTensor(codes, scales, *(outer or [None]), *ctx.w).dequantize(x_dtype)
+            dx = _multiply(dy.to(x_dtype).contiguous(), w.mT, None, offsets, x_dtype)
+        if ctx.needs_input_grad[3]:
+            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, None, None, db, None
 
 
 def _hold(module: nn.Module, prefix: str, q: QTensor) -> None:

@@ -17,6 +17,7 @@ PACKAGE, CSRC = ROOT / "fp4ext", ROOT / "csrc"
 # A module imports only what stands on a line above its own. `fp4ext` is the public face: everything up to backends.
 ORDER = """
     pages
+    autograd
     formats
     spec
     ops
@@ -26,6 +27,7 @@ ORDER = """
     grouped
     recipe
     layer_ops
+    stages
     policy
     activation policy_file
     policies

@@ -108,7 +108,7 @@ def test_experts_give_the_same_bits(policy, dtype):
 
 
 def test_packed_experts_are_small():
-    """4.5 bits a weight and an outer scale an expert and matrix; no parameter is left."""
+    """4.5 bits per weight and an outer scale an expert and matrix; no parameter is left."""
     packed = fp4ext.pack(Mixture()).experts
     weights = 5 * 3 * 64 * 32
     assert sum(w.nbytes for w in packed.weights) == weights * 9 // 16 + 2 * 5 * 4

@@ -302,7 +302,7 @@ def test_packed_experts_are_the_samplers(name):
     both(packed, m)
     assert isinstance(packed, type(m).__mro__[2]) and not any(p.dim() == 3 for p in packed.parameters())
     held = fp4ext.packed_weights(packed)
-    assert [8 * w.nbytes / w.shape.numel() < 4.7 for w in held] == [True, True] and "bits a weight" in repr(packed)
+    assert [8 * w.nbytes / w.shape.numel() < 4.7 for w in held] == [True, True] and "bits per weight" in repr(packed)
     assert [p.shape for p in m.parameters() if p.dim() == 3]  # the model keeps its own
     with torch.no_grad():
         for p in m.parameters():

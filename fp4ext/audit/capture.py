@@ -20,9 +20,10 @@ from ..convert import Report as Converted
 from ..experts import Experts, grouped_linear
 from ..linear import Linear, linear
 from ..noise import is_mixture
-from ..policy import STAGES, Policy
+from ..policy import Policy
 from ..recipe import Recipe
 from ..stacked import Stacked
+from ..stages import STAGES
 
 Loss = Callable[[nn.Module, object], Tensor]
 MANY = 8  # times the tokens kept of a linear layer are kept of a layer of so many experts or more

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import policies
-from ..policy import Policy, check_stage
+from ..policy import Policy
 from ..spec import Spec
+from ..stages import check_stage
 from .calibrate import Here
 from .machines import Machine
 from .operations import Op, arithmetic, bits, moved, of_layer

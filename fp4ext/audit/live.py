@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from ..linear import Linear
 from ..noise import SQRT3, gradient_noise, weights
-from ..policy import current_stage
 from ..quantize import quantize
 from ..spec import Spec
+from ..stages import current_stage
 from .capture import layers_of, watched
 from .operand import Tally, range_faults
 from .report import SATURATION, UNDERFLOW

@@ -128,7 +128,7 @@ def _written_to(out: Path):
 
 def add_cost(commands) -> None:
     from ..audit import machines
-    from ..policy import STAGES
+    from ..stages import STAGES
 
     p = commands.add_parser(
         "cost", help="what training or sampling a model takes on a machine, and which term binds", epilog=COST_EXAMPLES

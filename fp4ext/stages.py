@@ -1,0 +1,152 @@
+"""The stage that modules run in: pretrain, rl_sampler or rl_trainer. A stage belongs to a thread, as autocast does.
+
+    with fp4ext.stage("rl_trainer"):
+        loss = f(model)
+    loss.backward()
+
+A recomputation (torch.utils.checkpoint) happens later, in the backward, perhaps on one of autograd's threads, and needs
+the stage of its forward. So the tensors that autograd saves inside `with stage(…)` carry the stage's name
+(torch.autograd.graph.saved_tensors_hooks). Both flavours of checkpoint save their inputs there, and unpack them just
+before they recompute. At that moment the thread takes the stage back, until the backward ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+
+STAGES = ("pretrain", "rl_sampler", "rl_trainer")
+
+
+class _State:
+    """Of one thread.
+
+    Attributes:
+        name: the stage.
+        taken: autograd's ids of the backwards whose saved tensors set the stage, the innermost last, each with the
+            stage before it.
+    """
+
+    def __init__(self):
+        self.name, self.taken = "pretrain", []
+
+    def take_back(self, name: str, backward: int) -> None:
+        """Put the thread in the stage of what a backward unpacks, until that ends."""
+        if not self.taken or self.taken[-1][0] != backward:
+            self.taken.append((backward, self.name))
+            Variable._execution_engine.queue_callback(lambda: self.give_back(backward))
+        self.name = name
+
+    def give_back(self, backward: int | None = None) -> None:
+        """Undo what a backward did, and those within it that failed; None: every one."""
+        while self.taken:
+            ended, self.name = self.taken.pop()
+            if ended == backward:
+                return
+
+
+class _Threads(threading.local):
+    """A thread's _State: an object, since the end of a backward resets it from whichever thread that ends on."""
+
+    def __init__(self):
+        self.state = _State()
+
+
+# torch.compile follows attributes of a threading.local and guards on them; it does not follow a ContextVar.
+_threads = _Threads()
+
+
+def check_stage(name: str) -> None:
+    """Raises ValueError for a stage that does not exist."""
+    if name not in STAGES:
+        raise ValueError(f"unknown stage {name!r}; accepted: {', '.join(STAGES)}")
+
+
+def current_stage() -> str:
+    """The stage that modules of this thread run in now."""
+    return _threads.state.name
+
+
+class stage:
+    """Run modules in a stage: `with fp4ext.stage("rl_sampler"): …`.
+
+    Other threads keep theirs; a new thread starts in "pretrain". Coroutines of one thread share its stage.
+
+    Raises:
+        ValueError: an unknown stage.
+        RuntimeError: the block ends in another stage than it began, as when two coroutines interleave theirs.
+    """
+
+    def __init__(self, name: str):
+        check_stage(name)
+        self.name = name
+
+    def __enter__(self) -> None:
+        state = _threads.state
+        self.before, state.name = state.name, self.name
+        # Compiled code recomputes by a graph whose stage was fixed when it was traced.
+        self.hooks = None if torch.compiler.is_compiling() else _carrying_the_stage()
+        if self.hooks:
+            self.hooks.__enter__()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.hooks:
+            self.hooks.__exit__(kind, error, trace)
+        state = _threads.state
+        found, state.name = state.name, self.before
+        if found != self.name and kind is None:
+            raise RuntimeError(
+                f"the block of stage {self.name!r} ends in stage {found!r}: blocks of one thread must nest, "
+                "so a coroutine may not be suspended inside one"
+            )
+
+
+def stage_of(module: nn.Module) -> str:
+    """The stage that a module's forward runs in.
+
+    Raises:
+        RuntimeError: inside a backward whose saved tensors do not carry a stage, where the module last ran in another.
+    """
+    if torch.compiler.is_compiling():
+        return current_stage()
+    backward, state = torch._C._current_graph_task_id(), _threads.state
+    if backward == -1:
+        state.give_back()  # of a backward that failed
+        module.__dict__["_last_stage"] = state.name
+    elif not (state.taken and state.taken[-1][0] == backward):
+        last = module.__dict__.get("_last_stage", state.name)
+        if last != state.name:
+            raise RuntimeError(
+                f"{type(module).__name__} is recomputed in a backward in stage {state.name!r}, but last ran in "
+                f"{last!r}, and the stage of its forward is lost: saved_tensors_hooks of another kind, such as "
+                "save_on_cpu, hide it; accepted: hooks outside of `with fp4ext.stage(…)`, or a backward that runs "
+                "before the module runs in another stage"
+            )
+    return state.name
+
+
+def _carrying_the_stage() -> saved_tensors_hooks:
+    """Hooks by which saved tensors carry the stage they are saved in, on top of the hooks that are active."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    outer_pack, outer_unpack = outer if outer else (_same, _same)
+
+    def pack(t: Tensor):
+        return _threads.state.name, outer_pack(t)
+
+    def unpack(saved):
+        name, packed = saved
+        backward = torch._C._current_graph_task_id()
+        if backward != -1:  # not somebody who looks at a saved tensor
+            _threads.state.take_back(name, backward)
+        return outer_unpack(packed)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
