@@ -61,6 +61,9 @@ def add_audit(commands) -> None:
     p.add_argument("--budget", metavar="X%", type=share, default=0.01, help="relative loss allowed (default: 1%%)")
     p.add_argument("--machine", metavar="NAME", default="here", help="what time is priced on (default: here, measured)")
     p.add_argument("--arm", metavar="NAME", help="whose weights of a run (default: bf16's)")
+    p.add_argument(
+        "--task", metavar="FILE.py", help="the task that the run learned, where that is a file, which is run"
+    )
     p.add_argument("--data", metavar="FILE", help="text for a model folder (default: Python's standard library)")
     p.add_argument("--batches", metavar="N", type=count, default=2, help="to measure on (default: 2)")
     p.add_argument("--draws", metavar="N", type=count, default=32, help="of what is random (default: 32)")
@@ -227,7 +230,7 @@ def _model(folder: Path, args):
         return model, batches, [policies.get("nvidia"), policies.get("end_to_end")], {"text": corpus.source}
     from ..train.load import load
 
-    loaded = load(folder, args.batches, args.arm)
+    loaded = load(folder, args.batches, args.arm, args.task)
     facts = {"weights": f"of the arm {loaded.arm}, after step {loaded.step}"}
     facts["threads"] = loaded.config.threads
     if loaded.amax_by_step:

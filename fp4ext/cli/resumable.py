@@ -46,15 +46,25 @@ class Job:
             console,
             display.Bars(console) if console.is_terminal else display.Lines(),
             out,
-            f"python -m fp4ext {args.command} --resume {shlex.quote(str(out))}",
+            " ".join([f"python -m fp4ext {args.command} --resume {shlex.quote(str(out))}", *_code(args)]),
             {name: value for name, value in vars(args).items() if value is not None and name not in own},
         )
 
-    def nothing_beside_resume(self) -> None:
-        """Refuses other options: the run goes on as it began."""
-        if self.given:
-            names = ", ".join("--from" if name == "source" else f"--{name.replace('_', '-')}" for name in self.given)
-            fail(f"{names} beside --resume; accepted: --resume alone, which goes on as the run began")
+    def nothing_beside_resume(self, but: str) -> None:
+        """Refuses other options: the run goes on as it began. `but` one, by which a user vouches for a file."""
+        given = [name for name in self.given if name != but]
+        if given:
+            names = ", ".join("--from" if name == "source" else f"--{name.replace('_', '-')}" for name in given)
+            alone = f"--resume alone, which goes on as the run began (and --{but}, where that is a file)"
+            fail(f"{names} beside --resume; accepted: {alone}")
+
+
+def _code(args) -> list[str]:
+    """The options by which the user named a file with code in it: --resume needs them too."""
+    named, data = getattr(args, "task", None), getattr(args, "data", None) or []
+    words = ["--task", named] if named and ".py" in named else []
+    words += ["--data", *data] if any(path.startswith("task:") and ".py" in path for path in data) else []
+    return list(map(shlex.quote, words))
 
 
 def carried_out(work, again: str, table, begun=lambda: True) -> int:

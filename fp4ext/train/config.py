@@ -82,6 +82,8 @@ class Config:
         whole("--seed", self.seed, 0, 2**63 - 1)
         whole("--threads", self.threads, 1, 1024)
         whole("--stats", self.stats, 0)
+        for path in filter(is_task, self.data):
+            task.check(path.removeprefix(TASK))
         if self.device not in ("cpu", "cuda"):
             raise Refused(f"--device: {self.device!r}; accepted: cpu, cuda")
         if self.device == "cuda" and not torch.cuda.is_available():

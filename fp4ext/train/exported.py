@@ -124,7 +124,9 @@ def load_theirs(folder: str | Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with inkling2.reading(), inkling2.silent():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        ).eval()
 
 
 def _weights(step: Path, arm: str) -> Path:

@@ -60,11 +60,13 @@ def resume(out: str | Path, show=None, tensorboard: bool = True, asked: dict | N
 
     Args:
         asked: what the caller believes the run to be, by the names of Config (and "steps", "batch", "eval_every",
-            "save_every" of its preset). A difference is refused: a run has one configuration.
+            "save_every" of its preset). A difference is refused: a run has one configuration. Where its text is the
+            task of a file, `data` has to name that file, which is run: see task.agreed.
     """
     show, out = show or Silent(), Path(out)
     settings = run.read_config(out)
     config = Config.from_dict(settings["run"], settings["data"]["paths"])
+    data.agreed(config.data, (asked or {}).get("data"), out)
     config = agree(config, asked or {})
     with run.reopen(out) as directory, _settings(config):
         manifest, files = checkpoint.load(out / "checkpoints")

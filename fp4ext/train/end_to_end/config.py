@@ -13,7 +13,6 @@ from ..data import TASK
 from ..errors import Refused
 from ..presets import Preset, Shape
 from ..rl import Config as RlConfig
-from ..rl.loop import check_fits
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class Config:
         preset = presets.get(self.preset)
         put("preset", preset.with_(steps=self.steps) if self.steps else preset)
         put("steps", self.preset.steps)
-        task.load(self.task)
-        put("task", task.absolute(self.task))
+        put("task", task.absolute(task.check(self.task)))
         before = self.pretraining()
         put("own", before.own)
         put("files", before.files)
@@ -71,7 +69,6 @@ class Config:
         put("arms", self.reinforcing().arms)
         if self.arms[0] == "bf16":
             raise Refused("--arms bf16,…: the first goes on to a 4-bit checkpoint; accepted: one of 4 bits first")
-        check_fits(self.task, self.preset.shape.context, self.seed)
         accepted = layouts(self.preset)
         put("layout", self.layout or accepted[0])
         if self.layout not in accepted:

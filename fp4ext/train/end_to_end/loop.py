@@ -16,6 +16,7 @@ import json
 import os
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from fp4ext import export
@@ -57,6 +58,7 @@ def end_to_end(config: Config, out: str | Path, show: Stages | None = None, tens
         Stopped: the disk gave out; what was done is intact.
     """
     out = Path(out)
+    rl.check_fits(config.task, config.preset.shape.context, config.seed)
     settings = {
         "run": config.as_dict(),
         "data": {"task": config.task, "digest": task.identity(config.task)},
@@ -73,11 +75,18 @@ def end_to_end(config: Config, out: str | Path, show: Stages | None = None, tens
     return _go_on(out, config, show or Stages(), tensorboard)
 
 
-def resume(out: str | Path, show: Stages | None = None, tensorboard: bool = True) -> Result:
-    """Go on with the run in `out`, bit for bit as if it had never stopped."""
+def resume(
+    out: str | Path, show: Stages | None = None, tensorboard: bool = True, task_file: str | None = None
+) -> Result:
+    """Go on with the run in `out`, bit for bit as if it had never stopped.
+
+    Args:
+        task_file: the file that the run's task is in, which is run; needed where its task is a file's (task.agreed).
+    """
     out, show = Path(out), show or Stages()
     settings = run.read_config(out)
     config = Config.from_dict(settings["run"])
+    config = replace(config, task=task.agreed(config.task, task_file, out))
     task.check_same(config.task, settings["data"]["digest"], out)
     tell_changes(show, settings["facts"], facts(config.pretraining()))
     return _go_on(out, config, show, tensorboard)
@@ -123,7 +132,7 @@ def _pretrain(out: Path, config: Config, show, tensorboard: bool) -> Pretrained:
     return run.carry_on(
         out / "pretrain",
         Pretrained.read,
-        lambda path: resume_pretraining(path, show, tensorboard),
+        lambda path: resume_pretraining(path, show, tensorboard, asked={"data": config.pretraining().data}),
         lambda path: pretrain(config.pretraining(), path, show, tensorboard),
     )
 
@@ -132,7 +141,7 @@ def _rl(out: Path, config: Config, show, tensorboard: bool) -> Reinforced:
     return run.carry_on(
         out / "rl",
         Reinforced.read,
-        lambda path: rl.resume(path, show, tensorboard),
+        lambda path: rl.resume(path, show, tensorboard, task_file=config.task),
         lambda path: rl.reinforce(config.reinforcing(out / "pretrain"), path, show, tensorboard),
     )
 

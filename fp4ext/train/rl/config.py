@@ -101,8 +101,7 @@ class Config:
         if self.source is not None:
             put("source", str(Path(self.source).absolute()))
         if self.task is not None:
-            task.load(self.task)
-            put("task", task.absolute(self.task))
+            put("task", task.absolute(task.check(self.task)))
 
     @property
     def chosen(self) -> fp4ext.Policy:

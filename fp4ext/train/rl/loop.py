@@ -10,13 +10,14 @@ A run that is stopped anywhere goes on bit for bit: what a step depends on is in
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 import fp4ext
 
-from .. import checkpoint, run, task
+from .. import checkpoint, presets, run, task
 from ..config import Config as PretrainConfig
 from ..config import facts, tell_changes
 from ..data import TASK, is_task
@@ -33,6 +34,7 @@ from .learner import Learner
 from .result import Result
 
 DEFAULT_TASK = "arithmetic"
+START = "task"  # the preset of the pretraining that comes first where no run is given
 
 
 def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = True) -> Result:
@@ -64,11 +66,16 @@ def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = Tr
         return _go_on(directory, config, begin, None, show, tensorboard)
 
 
-def resume(out: str | Path, show=None, tensorboard: bool = True) -> Result:
-    """Go on with the run in `out`, bit for bit as if it had never stopped."""
+def resume(out: str | Path, show=None, tensorboard: bool = True, task_file: str | None = None) -> Result:
+    """Go on with the run in `out`, bit for bit as if it had never stopped.
+
+    Args:
+        task_file: the file that the run's task is in, which is run; needed where its task is a file's (task.agreed).
+    """
     show, out = show or Silent(), Path(out)
     settings = run.read_config(out)
     config = Config.from_dict(settings["run"])
+    config = replace(config, task=task.agreed(config.task, task_file, out))
     task.check_same(config.task, settings["data"]["digest"], out)
     tell_changes(show, settings["facts"], facts(PretrainConfig("task", policies=["bf16"])))
     begin = Start.read(config.source, config.policy) if config.source else None
@@ -112,7 +119,7 @@ class Start:
 def _with_task(config: Config, begin: Start | None) -> Config:
     """The configuration with its task settled: the one asked for, else what the source learned, else arithmetic."""
     learned = [p.removeprefix(TASK) for p in begin.data if is_task(p)] if begin else []
-    name = config.task or (learned[0] if learned else None if begin else DEFAULT_TASK)
+    name = config.task or (task.agreed(learned[0], None, begin.path) if learned else None if begin else DEFAULT_TASK)
     if name is None:
         tasks = ", ".join(task.TASKS)
         raise Refused(f"--from {begin.path}: pretrained on text, not on a task; accepted: --task {tasks} or FILE.py")
@@ -120,6 +127,8 @@ def _with_task(config: Config, begin: Start | None) -> Config:
         if begin.kind != "transformer" and config.kv_cache != "bf16":
             raise Refused(f"--kv-cache {config.kv_cache}: {begin.kind} is sampled without a cache; accepted: bf16")
         check_fits(name, begin.shape.context, config.seed, f" by {begin.path}")
+    else:
+        check_fits(name, presets.get(START).shape.context, config.seed)
     return Config(**(config.as_dict() | {"task": name, "file": config.file}))
 
 
@@ -156,7 +165,7 @@ def _go_on(directory: run.Run, config: Config, begin: Start | None, loaded, show
 def _pretrained(path: Path, config: Config, show) -> Start | Result:
     """A start for a run that was given none: pretraining in 4 bits on the task's text, resumed where it was stopped."""
     settings = PretrainConfig(
-        "task",
+        START,
         policies=[config.policy],
         own=dict(config.own),
         data=[TASK + config.task],
@@ -167,7 +176,10 @@ def _pretrained(path: Path, config: Config, show) -> Start | Result:
         show.note(f"no --from: pretraining a model on the text of {config.task} first, in {path}")
         bars = show.pretraining()
         done = run.carry_on(
-            path, Pretrained.read, lambda p: resume_pretraining(p, bars), lambda p: pretrain(settings, p, bars)
+            path,
+            Pretrained.read,
+            lambda p: resume_pretraining(p, bars, asked={"data": settings.data}),
+            lambda p: pretrain(settings, p, bars),
         )
         if not done.finished:
             return Result(path.parent, finished=False, step=0, signal=done.signal)
