@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from . import checkpoint, data, run
+from . import data, run
 from . import task as tasks
 from .config import Config
 from .errors import Refused
@@ -63,9 +63,10 @@ def load(path: str | Path, batches: int = 2, arm: str | None = None, task: str |
     if config.preset.model != "transformer":
         raise Refused(f"{path}: a run of {config.preset.name}; accepted: one of a model of fp4ext's own")
     paths = [_agreed(name, task, path) for name in config.data]
-    manifest, files = checkpoint.load(path / "checkpoints")
+    manifest, files = run.newest(path, settings, only=[f"{arm}.weights"])
     model = Transformer(config.preset.shape)
-    model.load_state_dict(files[f"{arm}.weights"])
+    with run.fitting(path):
+        model.load_state_dict(files[f"{arm}.weights"])
     corpus = data.load(paths, config.preset.shape.context)
     p = config.preset
     steps = range(p.steps, p.steps + batches)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from .. import presets, task
+from .. import presets, task, typed
+from ..config import RUN, check_names
 from ..config import Config as PretrainConfig
 from ..data import TASK
 from ..errors import Refused
-from ..presets import Preset, Shape
+from ..presets import Preset
 from ..rl import Config as RlConfig
 
 
@@ -117,11 +118,10 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict) -> Config:
-        try:
-            preset = values["preset"]
-            return cls(**values | {"preset": Preset(**preset | {"shape": Shape(**preset["shape"])})})
-        except (KeyError, TypeError) as error:
-            raise Refused(f"config.json: not a configuration that this version of fp4ext knows ({error})") from None
+        """What config.json holds under "run". Raises Refused for what is no configuration, by its name."""
+        values = typed.check(cls, values, RUN)
+        check_names([*values.get("policies", ()), values.get("policy", "")], values.get("own", {}))
+        return typed.make(cls, values, RUN, preset=presets.from_dict(values.get("preset"), f"{RUN}.preset"))
 
 
 def layouts(preset: Preset) -> list[str]:
