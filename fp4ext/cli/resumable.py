@@ -67,24 +67,28 @@ def _code(args) -> list[str]:
     return list(map(shlex.quote, words))
 
 
-def carried_out(work, again: str, table, begun=lambda: True) -> int:
-    """Do the work of a run that can be resumed by `again`, print its table. Returns the exit code.
+def carried_out(work, job: Job, table) -> int:
+    """Do the work of a job that can be resumed, print its table. Returns the exit code.
 
     table: prints the result; may return another exit code than 0.
-    begun: whether a checkpoint is there to go on from, asked when the disk has given out.
     """
     from ..train import Refused, Stopped
+    from ..train.run import CONFIG
+
+    def again() -> str:
+        """A command that is not refused: with config.json there is a run to go on with."""
+        return job.again if (job.out / CONFIG).exists() else "the same command"
 
     try:
         result = work()
     except Refused as error:
         fail(str(error))
     except Stopped as error:
-        fail(f"{error}; once there is room: {again if begun() else 'the same command'}", code=1)
+        fail(f"{error}; once there is room: {again()}", code=1)
     except KeyboardInterrupt:
-        print(f"\nstopped at once; the last checkpoint goes on with: {again}", file=sys.stderr)
+        print(f"\nstopped at once; to go on from the last checkpoint, if there is one: {again()}", file=sys.stderr)
         return 130
     if not result.finished:
-        print(f"saved after {result.at}; to go on: {again}")
+        print(f"saved after {result.at}; to go on: {job.again}")
         return 128 + result.signal
     return table(result) or 0
