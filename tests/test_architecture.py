@@ -16,7 +16,7 @@ PACKAGE, CSRC = ROOT / "fp4ext", ROOT / "csrc"
 
 # A module imports only what stands on a line above its own. `fp4ext` is the public face: everything up to backends.
 ORDER = """
-    pages files
+    pages files extras
     formats
     spec
     ops

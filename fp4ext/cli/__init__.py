@@ -61,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_explain,
         add_backends,
     ):
-        add(commands)
+        try:
+            add(commands)
+        except ImportError as error:
+            fail(f"{error}; the command line needs all: pip install 'fp4ext[all]'")
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
