@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """fp4ext.audit, fp4ext.export and fp4ext.train, imported when they are first used: others do without them."""
-    if name in ("audit", "export", "train"):
+    """fp4ext.audit, export, train and trainer, imported when they are first used: others do without them."""
+    if name in ("audit", "export", "train", "trainer"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

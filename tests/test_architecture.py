@@ -37,7 +37,7 @@ ORDER = """
     convert
     backends
     fp4ext
-    audit export
+    audit export trainer
     train
     cli
     __main__
