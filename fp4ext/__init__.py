@@ -61,11 +61,12 @@ __all__ = [
     "set_step",
     "stage",
     "storage_bits",
+    "train",
 ]
 
 
 def __getattr__(name: str):
-    """fp4ext.audit and fp4ext.export, imported when they are first used: training does without them."""
-    if name in ("audit", "export"):
+    """fp4ext.audit, export, train and trainer, imported when they are first used: others do without them."""
+    if name in ("audit", "export", "train", "trainer"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

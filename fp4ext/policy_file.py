@@ -25,6 +25,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
+from . import files
 from .policy import Policy
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
@@ -32,6 +33,21 @@ from .spec import Spec
 GEMMS = {"fprop": Fprop, "dgrad": Dgrad, "wgrad": Wgrad}
 RECIPES = ("pretrain", "rl_sampler", "rl_trainer")
 SUFFIXES = (".toml", ".json")
+
+
+def _is_list(value, inner: type) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, inner) for item in value)
+
+
+# What a file may say: by name, whether a value will do, and what will.
+VALUES = {
+    "name": (lambda v: isinstance(v, str) and v != "", "a text"),
+    "keep": (lambda v: _is_list(v, str), 'a list of patterns, such as ["lm_head", "*.router"]'),
+    "keep_last": (lambda v: type(v) in (int, float) and 0 <= v <= 1, "a share from 0 to 1"),
+    "rules": (lambda v: _is_list(v, object), "a list of tables, each of a pattern and a recipe"),
+    "bf16_forward_from": (lambda v: v is None or (type(v) is int and v >= 0), "a step, a whole number from 0"),
+    "mean_split": (lambda v: isinstance(v, bool), "true, false"),
+}
 
 
 def load(path: str | Path) -> Policy:
@@ -42,13 +58,10 @@ def load(path: str | Path) -> Policy:
     """
     path = Path(path)
     try:
-        text = path.read_text()
-        if path.suffix == ".toml":
-            data = _toml(text)
-        elif path.suffix == ".json":
-            data = json.loads(text)
-        else:
+        if path.suffix not in SUFFIXES:
             raise ValueError(f"its name ends in {path.suffix!r}; accepted: {', '.join(SUFFIXES)}")
+        text = files.read(path).decode()
+        data = _toml(text) if path.suffix == ".toml" else files.parse_json(text)
         if not isinstance(data, dict):
             raise ValueError(f"it holds a {type(data).__name__}; accepted: a table")
         return from_dict({"name": path.stem} | data)
@@ -62,6 +75,9 @@ def from_dict(data: dict) -> Policy:
     values = {key: value for key, value in data.items() if key != "why"}
     known = {field.name for field in fields(Policy)}
     _known("a policy", values, known)
+    for name, (good, accepted) in VALUES.items():
+        if name in values and not good(values[name]):
+            raise ValueError(f"{name} is {_short(values[name])}; accepted: {accepted}")
     for stage in RECIPES:
         if stage in values:
             values[stage] = _recipe(stage, values[stage])
@@ -70,6 +86,8 @@ def from_dict(data: dict) -> Policy:
     rules = []
     for i, rule in enumerate(values.get("rules", ())):
         _known(f"rules[{i}]", rule, {"pattern", "recipe", "why"})
+        if not isinstance(rule.get("pattern", ""), str):
+            raise ValueError(f"rules[{i}].pattern is {_short(rule['pattern'])}; accepted: a text")
         if "pattern" not in rule:
             raise ValueError(f"rules[{i}] has no pattern; accepted: a pattern of module names, and a recipe")
         rules.append((rule["pattern"], _recipe(f"rules[{i}].recipe", rule.get("recipe", {}))))
@@ -137,9 +155,12 @@ def _value(value) -> str:
 def _toml(text: str) -> dict:
     try:
         import tomllib
-    except ImportError:
-        raise ValueError("TOML needs Python 3.11; accepted here: a .json file") from None
-    return tomllib.loads(text)
+    except ImportError:  # Python 3.10
+        import tomli as tomllib
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def _recipe(where: str, data) -> Recipe:
@@ -158,7 +179,10 @@ def _recipe(where: str, data) -> Recipe:
             else:
                 values[key] = _spec(f"{where}.{gemm}.{key}", value)
         made[gemm] = kind(**values)
-    return Recipe(**made, mean_split=bool(data.get("mean_split", False)))
+    split = data.get("mean_split", False)
+    if not isinstance(split, bool):
+        raise ValueError(f"{where}.mean_split is {_short(split)}; accepted: true, false")
+    return Recipe(**made, mean_split=split)
 
 
 def _spec(where: str, key) -> Spec | None:
@@ -181,9 +205,14 @@ def _recipe_dict(recipe: Recipe) -> dict:
     return out | ({"mean_split": True} if recipe.mean_split else {})
 
 
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
 def _known(where: str, data, accepted: set[str]) -> None:
     if not isinstance(data, dict):
-        raise ValueError(f"{where} is {data!r}; accepted: a table")
+        raise ValueError(f"{where} is {_short(data)}; accepted: a table")
     for key in data:
         if key not in accepted:
             raise ValueError(f"{where} has no {key!r}; accepted: {', '.join(sorted(accepted))}")

@@ -16,8 +16,7 @@ PACKAGE, CSRC = ROOT / "fp4ext", ROOT / "csrc"
 
 # A module imports only what stands on a line above its own. `fp4ext` is the public face: everything up to backends.
 ORDER = """
-    pages
-    autograd
+    pages files extras autograd
     formats
     spec
     ops
@@ -40,7 +39,7 @@ ORDER = """
     convert
     backends
     fp4ext
-    audit export
+    audit export trainer
     train
     cli
     __main__

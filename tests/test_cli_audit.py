@@ -39,6 +39,7 @@ def run(tmp_path_factory):
 def test_audit_of_a_run(run, capsys):
     words = ("audit", str(run), "--policies", "mxfp8", "--draws", "3", "--tokens", "64", "--batches", "1")
     code, out, err = call(capsys, *words, "--machine", "gb300", "--budget", "50%")
+    assert "--draws 3: fewer than 32 may name drifts that are not there" in out
     assert code == 0 and not err and "report.html" in out and "MS-EDEN + sweep, two stages" in out
     text = (run / "audit" / "report.html").read_text()
     page = Page(re.sub("<script>.*?</script>", "", text, flags=re.S))

@@ -11,6 +11,7 @@ and layer.py judge it, report.py names what is wrong.
 import sys
 from types import ModuleType
 
+from ..extras import audit as _packages  # noqa: F401  (first: an ImportError that names the extra)
 from .advice import Advice, advise
 from .cost import Cost, Shape, cost
 from .live import Monitor

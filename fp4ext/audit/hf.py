@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+SAFE = {"local_files_only": True, "trust_remote_code": False}  # a folder's own code is never run, nor offered
+
 
 def is_model(folder: Path) -> bool:
     """Whether a folder looks like one: a config.json that names a model type, and safetensors."""
@@ -30,7 +32,7 @@ def load(
     except ImportError:
         raise ValueError(f"{folder}: a model folder needs transformers; accepted here: a run of pretrain") from None
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **SAFE)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{folder}: transformers cannot load it ({error}); accepted: config.json and safetensors"
@@ -38,7 +40,7 @@ def load(
     model.eval()
     vocab = model.get_input_embeddings().num_embeddings
     if (folder / "tokenizer.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **SAFE)
         tokens = torch.tensor(tokenizer(text.decode("utf-8", "replace"))["input_ids"])
     else:
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % vocab

@@ -6,6 +6,7 @@ machine gave out (a full disk) · 130 Ctrl-C, 143 SIGTERM: saved, and said how t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from .arguments import Parser, fail
@@ -15,6 +16,14 @@ from .checkpoints import add_convert, add_export, add_inspect
 from .end_to_end import add_end_to_end
 from .pretrain import add_pretrain
 from .rl import add_rl
+
+
+def version() -> str:
+    """That of the package."""
+    from .. import __version__
+
+    return __version__
+
 
 EXAMPLES = """\
 python -m fp4ext pretrain                    train a small transformer in BF16 and in 4 bits, side by side
@@ -38,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train, sample and reinforce PyTorch models in 4 bits.",
         epilog="examples:\n" + EXAMPLES,
     )
+    parser.add_argument("--version", action="version", version=f"fp4ext {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for add in (
         add_pretrain,
@@ -51,13 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_explain,
         add_backends,
     ):
-        add(commands)
+        try:
+            add(commands)
+        except ImportError as error:
+            fail(f"{error}; the command line needs all: pip install 'fp4ext[all]'")
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
         return 2
     try:
         return args.run(args)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
     except ValueError as error:
         if not any(word in str(error) for word in ("accepted", "policies:", "formats:")):
             raise  # a fault of ours, not an input that was refused

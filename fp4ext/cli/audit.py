@@ -10,6 +10,8 @@ from pathlib import Path
 
 from .arguments import count, number, numbers, share
 
+FEW_DRAWS = 32  # docs/audit.md
+
 AUDIT = """\
 Measure a model layer by layer and operand by operand: error, bias and noise (told apart by averaging), underflow,
 saturation, outliers; name what is wrong; and propose a policy, every line of it with its reason.
@@ -61,9 +63,12 @@ def add_audit(commands) -> None:
     p.add_argument("--budget", metavar="X%", type=share, default=0.01, help="relative loss allowed (default: 1%%)")
     p.add_argument("--machine", metavar="NAME", default="here", help="what time is priced on (default: here, measured)")
     p.add_argument("--arm", metavar="NAME", help="whose weights of a run (default: bf16's)")
+    p.add_argument(
+        "--task", metavar="FILE.py", help="the task that the run learned, where that is a file, which is run"
+    )
     p.add_argument("--data", metavar="FILE", help="text for a model folder (default: Python's standard library)")
     p.add_argument("--batches", metavar="N", type=count, default=2, help="to measure on (default: 2)")
-    p.add_argument("--draws", metavar="N", type=count, default=32, help="of what is random (default: 32)")
+    p.add_argument("--draws", metavar="N", type=count, default=FEW_DRAWS, help="of what is random (default: 32)")
     p.add_argument("--tokens", metavar="N", type=count, default=512, help="measured of each layer (default: 512)")
     p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: the run's)")
     p.add_argument("--out", metavar="DIR", help="where the report goes (default: RUN/audit, or audit-<date>)")
@@ -82,6 +87,10 @@ def run_audit(args) -> int:
     console, folder = Console(), Path(args.model)
     model, batches, own, facts = _model(folder, args)
     torch.set_num_threads(args.threads or facts.get("threads") or torch.get_num_threads())
+    if args.draws < FEW_DRAWS:
+        console.print(
+            f"--draws {args.draws}: fewer than {FEW_DRAWS} may name drifts that are not there", style="yellow"
+        )
     named = [policies.get(name.strip()) for name in args.policies.split(",")] if args.policies else own
     machine = _machine(args.machine, console)
     is_run = (of_pretraining(folder) / "checkpoints").is_dir()
@@ -227,7 +236,7 @@ def _model(folder: Path, args):
         return model, batches, [policies.get("nvidia"), policies.get("end_to_end")], {"text": corpus.source}
     from ..train.load import load
 
-    loaded = load(folder, args.batches, args.arm)
+    loaded = load(folder, args.batches, args.arm, args.task)
     facts = {"weights": f"of the arm {loaded.arm}, after step {loaded.step}"}
     facts["threads"] = loaded.config.threads
     if loaded.amax_by_step:

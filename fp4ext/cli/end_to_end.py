@@ -67,7 +67,7 @@ def run_end_to_end(args) -> int:
     def work():
         if not args.resume:
             return end_to_end.end_to_end(end_to_end.Config(**job.given), job.out, job.show)
-        job.nothing_beside_resume()
-        return end_to_end.resume(job.out, job.show)
+        job.nothing_beside_resume(but="task")
+        return end_to_end.resume(job.out, job.show, task_file=args.task)
 
-    return carried_out(work, job.again, lambda result: display.final_table(result, job.console))
+    return carried_out(work, job, lambda result: display.final_table(result, job.console))

@@ -76,7 +76,7 @@ def add_pretrain(commands) -> None:
 def run_pretrain(args) -> int:
     """The `pretrain` command."""
     from .. import train
-    from ..train import checkpoint, display, presets
+    from ..train import display, presets
     from ..train.config import ADJUSTABLE
 
     job = Job.of(args, display)
@@ -90,7 +90,4 @@ def run_pretrain(args) -> int:
         options = {name: job.given[name] for name in own if name in job.given}
         return train.pretrain(train.Config(preset, **options), job.out, show=job.show)
 
-    def begun() -> bool:
-        return checkpoint.latest(job.out / "checkpoints") is not None
-
-    return carried_out(work, job.again, lambda result: display.final_table(result, job.console), begun)
+    return carried_out(work, job, lambda result: display.final_table(result, job.console))

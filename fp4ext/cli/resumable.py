@@ -46,35 +46,49 @@ class Job:
             console,
             display.Bars(console) if console.is_terminal else display.Lines(),
             out,
-            f"python -m fp4ext {args.command} --resume {shlex.quote(str(out))}",
+            " ".join([f"python -m fp4ext {args.command} --resume {shlex.quote(str(out))}", *_code(args)]),
             {name: value for name, value in vars(args).items() if value is not None and name not in own},
         )
 
-    def nothing_beside_resume(self) -> None:
-        """Refuses other options: the run goes on as it began."""
-        if self.given:
-            names = ", ".join("--from" if name == "source" else f"--{name.replace('_', '-')}" for name in self.given)
-            fail(f"{names} beside --resume; accepted: --resume alone, which goes on as the run began")
+    def nothing_beside_resume(self, but: str) -> None:
+        """Refuses other options: the run goes on as it began. `but` one, by which a user vouches for a file."""
+        given = [name for name in self.given if name != but]
+        if given:
+            names = ", ".join("--from" if name == "source" else f"--{name.replace('_', '-')}" for name in given)
+            alone = f"--resume alone, which goes on as the run began (and --{but}, where that is a file)"
+            fail(f"{names} beside --resume; accepted: {alone}")
 
 
-def carried_out(work, again: str, table, begun=lambda: True) -> int:
-    """Do the work of a run that can be resumed by `again`, print its table. Returns the exit code.
+def _code(args) -> list[str]:
+    """The options by which the user named a file with code in it: --resume needs them too."""
+    named, data = getattr(args, "task", None), getattr(args, "data", None) or []
+    words = ["--task", named] if named and ".py" in named else []
+    words += ["--data", *data] if any(path.startswith("task:") and ".py" in path for path in data) else []
+    return list(map(shlex.quote, words))
+
+
+def carried_out(work, job: Job, table) -> int:
+    """Do the work of a job that can be resumed, print its table. Returns the exit code.
 
     table: prints the result; may return another exit code than 0.
-    begun: whether a checkpoint is there to go on from, asked when the disk has given out.
     """
     from ..train import Refused, Stopped
+    from ..train.run import CONFIG
+
+    def again() -> str:
+        """A command that is not refused: with config.json there is a run to go on with."""
+        return job.again if (job.out / CONFIG).exists() else "the same command"
 
     try:
         result = work()
     except Refused as error:
         fail(str(error))
     except Stopped as error:
-        fail(f"{error}; once there is room: {again if begun() else 'the same command'}", code=1)
+        fail(f"{error}; once there is room: {again()}", code=1)
     except KeyboardInterrupt:
-        print(f"\nstopped at once; the last checkpoint goes on with: {again}", file=sys.stderr)
+        print(f"\nstopped at once; to go on from the last checkpoint, if there is one: {again()}", file=sys.stderr)
         return 130
     if not result.finished:
-        print(f"saved after {result.at}; to go on: {again}")
+        print(f"saved after {result.at}; to go on: {job.again}")
         return 128 + result.signal
     return table(result) or 0

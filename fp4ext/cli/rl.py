@@ -71,7 +71,7 @@ def run_rl(args) -> int:
     def work():
         if not args.resume:
             return rl.reinforce(rl.Config(**job.given), job.out, show=job.show)
-        job.nothing_beside_resume()
-        return rl.resume(job.out, show=job.show)
+        job.nothing_beside_resume(but="task")
+        return rl.resume(job.out, show=job.show, task_file=args.task)
 
-    return carried_out(work, job.again, lambda result: display.final_table(result, job.console))
+    return carried_out(work, job, lambda result: display.final_table(result, job.console))

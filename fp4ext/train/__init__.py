@@ -7,6 +7,9 @@ result = pretrain(Config("tiny", policies=["bf16", "nvidia"]), out="runs/first")
 for row in result.rows: print(row.policy, row.final_loss, row.gap)
 """
 
+import importlib
+
+from ..extras import train as _packages  # noqa: F401  (first: an ImportError that names the extra)
 from .config import Config
 from .errors import Refused, Stopped
 from .presets import PRESETS, Preset, Shape
@@ -14,3 +17,10 @@ from .pretrain import pretrain, resume
 from .result import Result, Row
 
 __all__ = ["PRESETS", "Config", "Preset", "Refused", "Result", "Row", "Shape", "Stopped", "pretrain", "resume"]
+
+
+def __getattr__(name: str):
+    """The workloads that need more of the package, imported when they are first used."""
+    if name in ("end_to_end", "exported", "rl"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,32 +1,39 @@
 """Checkpoints that are whole or not there.
 
     checkpoints/step-00000300/
-        manifest.json                   step, sizes and digests of the files, what the caller adds
+        manifest.json                   step, sizes and digests of the files, what the caller adds (digest.py)
         bf16.weights.safetensors        the model's state_dict; loads strictly into a plain model
         bf16.optimizer.safetensors      AdamW's moments, by parameter name
 
 All arms of a step are written into `.writing`, synced, and renamed together; only then is the previous step removed.
 So a crash or a full disk at any moment leaves one complete step, the same one for every arm. No random state is kept:
-every step draws its noise from (seed, step), see arm.py.
+every step draws its noise from (seed, step), see arm.py. What has another name than a step's (a copy that somebody
+keeps, say) is neither read nor removed.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
+import re
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
-from hashlib import blake2b
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from .errors import Refused, Stopped
+from fp4ext import files as small_files
+
+from . import digest, disk
+from .errors import Refused
 
 Files = dict[str, dict[str, Tensor]]  # "bf16.weights" -> name -> tensor
+MANIFEST, SUFFIX = "manifest.json", ".safetensors"
+MOST = 99_999_999  # steps: a folder's name has eight digits
+STEP = re.compile(r"step-(\d{8})")
+FILE = re.compile(r"[\w.-]+\.safetensors")
 
 
 def files_of(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -58,32 +65,63 @@ def save(folder: Path, step: int, files: Iterable[tuple[str, dict[str, Tensor]]]
     target, aside = folder / f"step-{step:08d}", folder / ".writing"
     if target.exists():  # a resumed run that was stopped before it did anything
         return target
-    with told(f"the checkpoint of step {step}", kept=latest(folder)):
+    with disk.told(f"the checkpoint of step {step}", kept=latest(folder)):
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+            _remove(aside, _own(aside))
+            disk.make_folder(aside)
             sizes = {}
             for name, tensors in files:
                 data = safetensors.torch.save({key: t.detach().cpu().contiguous() for key, t in tensors.items()})
-                write(aside / f"{name}.safetensors", data)
-                sizes[f"{name}.safetensors"] = {"bytes": len(data), "blake2": _digest(data)}
-            write(aside / "manifest.json", json.dumps({"step": step, "files": sizes, **facts}, indent=1).encode())
-            _sync_folder(aside)
+                disk.write(aside / f"{name}{SUFFIX}", data)
+                sizes[f"{name}{SUFFIX}"] = {"bytes": len(data), "blake2": digest.of(data)}
+            disk.write(aside / MANIFEST, digest.dumps({"step": step, "files": sizes, **facts}))
+            disk.sync(aside)
             os.rename(aside, target)
-            _sync_folder(folder)
+            disk.sync(folder)
         except OSError:
-            shutil.rmtree(aside, ignore_errors=True)
+            with suppress(OSError):
+                _remove(aside, _own(aside))
             raise
-    for older in _steps(folder):
-        if older != target:
-            shutil.rmtree(older, ignore_errors=True)
+    drop_older(folder)
     return target
+
+
+def drop_older(folder: Path) -> None:
+    """Remove all steps but the newest. What `save` did not write stays."""
+    for older in _steps(folder)[:-1]:
+        with suppress(OSError, Refused):
+            _remove(older, manifest(older)["files"])
 
 
 def latest(folder: Path) -> Path | None:
     """The newest complete step, or None."""
     steps = _steps(folder)
     return steps[-1] if steps else None
+
+
+def manifest(path: Path) -> dict:
+    """What the manifest of a step's folder says. Raises Refused where it is missing, or not as it was written."""
+    try:
+        found = digest.read(path / MANIFEST)
+        accepted = {"step": int, "files": dict, "metrics": dict, "config": str, "diverged": dict}
+        for key, kind in accepted.items():
+            if (key in found or key in ("step", "files")) and type(found.get(key)) is not kind:
+                raise Refused(f"{MANIFEST}: {key} is {found.get(key)!r}; accepted: as it was written")
+        if f"step-{found['step']:08d}" != path.name:
+            raise Refused(f"{MANIFEST}: step is {found['step']}; accepted: the step that the folder is named after")
+        sizes = found["files"] | ({"metrics": found["metrics"]} if "metrics" in found else {})
+        for name, facts in sizes.items():
+            if not FILE.fullmatch(name) and name != "metrics":
+                raise Refused(f"{MANIFEST}: a file {name!r}; accepted: names of safetensors in the same folder")
+            size, blake2 = (facts.get(key) for key in ("bytes", "blake2")) if isinstance(facts, dict) else (None, None)
+            if type(size) is not int or size < 0 or not isinstance(blake2, str):
+                raise Refused(f"{MANIFEST}: {name} has {facts!r}; accepted: bytes and blake2")
+        for arm, step in found.get("diverged", {}).items():
+            if step is not None and type(step) is not int:
+                raise Refused(f"{MANIFEST}: diverged.{arm} is {step!r}; accepted: a step, or null")
+    except Refused as error:
+        raise Refused(f"{path}: the checkpoint is damaged: {str(error).removeprefix(f'{path}/')}") from None
+    return found
 
 
 def load(folder: Path, only: Collection[str] | None = None) -> tuple[dict, Files]:
@@ -95,67 +133,43 @@ def load(folder: Path, only: Collection[str] | None = None) -> tuple[dict, Files
     path = latest(folder)
     if path is None:
         raise Refused(f"{folder}: no checkpoint; accepted: a folder with a step-… in it, as a run leaves it")
+    found, files = manifest(path), {}
+    for name, facts in found["files"].items():
+        if only is None or name.removesuffix(SUFFIX) in only:
+            files[name.removesuffix(SUFFIX)] = _tensors(path, name, facts)
+    missing = [name for name in only or () if name not in files]
+    if missing:
+        raise Refused(f"{path}: {MANIFEST} names no {', '.join(missing)}; accepted: the checkpoint as the run left it")
+    return found, files
+
+
+def _tensors(path: Path, name: str, facts: dict) -> dict[str, Tensor]:
     try:
-        manifest = json.loads((path / "manifest.json").read_bytes())
-        expected = manifest["files"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refused(f"{path}: the checkpoint is damaged: manifest.json is missing or unreadable ({error})") from None
-    files = {}
-    for name, facts in expected:
-        if only is not None and name.removesuffix(".safetensors") not in only:
-            continue
-        try:
-            data = (path / name).read_bytes()
-        except OSError as error:
-            raise Refused(f"{path}: the checkpoint is damaged: {name} cannot be read ({error.strerror})") from None
-        if len(data) != facts["bytes"]:
-            raise Refused(f"{path}: the checkpoint is damaged: {name} has {len(data)} of its {facts['bytes']} bytes")
-        if _digest(data) != facts["blake2"]:
-            raise Refused(f"{path}: the checkpoint is damaged: {name} is not what was written (digests differ)")
-        files[name.removesuffix(".safetensors")] = safetensors.torch.load(data)
-    return manifest, files
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Write a file aside and rename it: readers see the old one or the new one."""
-    aside = path.with_name(f".{path.name}.writing")
-    try:
-        write(aside, data)
-        os.rename(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def told(what: str, kept: Path | None):
-    """Turn an OSError while writing `what` into Stopped, which says what is intact."""
-    try:
-        yield
+        data = small_files.read(path / name, most=None)
     except OSError as error:
-        intact = f"intact: {kept}" if kept else "no checkpoint had been written before"
-        raise Stopped(f"{what} could not be written: {error.strerror or error}; {intact}") from error
+        raise Refused(f"{path}: the checkpoint is damaged: {name} cannot be read ({error.strerror})") from None
+    if len(data) != facts["bytes"]:
+        raise Refused(f"{path}: the checkpoint is damaged: {name} has {len(data)} of its {facts['bytes']} bytes")
+    if digest.of(data) != facts["blake2"]:
+        raise Refused(f"{path}: the checkpoint is damaged: {name} is not what was written (digests differ)")
+    try:
+        return safetensors.torch.load(data)
+    except (SafetensorError, KeyError) as error:
+        raise Refused(f"{path}: the checkpoint is damaged: {name} holds no tensors ({error})") from None
 
 
 def _steps(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    return sorted(p for p in folder.glob("step-*") if STEP.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
 
 
-def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=16).hexdigest()
+def _own(aside: Path) -> list[str]:
+    """Files of a step that was not finished."""
+    return [path.name for path in aside.iterdir() if FILE.fullmatch(path.name)] if aside.is_dir() else []
 
 
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _remove(step: Path, files: Iterable[str]) -> None:
+    """Remove these files of a step, then its manifest, and its folder if nobody has put anything else into it."""
+    for name in (*files, MANIFEST):
+        (step / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        step.rmdir()

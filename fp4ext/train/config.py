@@ -18,11 +18,12 @@ import torch
 import fp4ext
 from fp4ext import policy_file
 
-from . import arm, bf16, inkling2, presets, task
+from . import arm, bf16, inkling2, presets, task, typed
 from .data import TASK, is_task
 from .errors import Refused
 from .presets import Preset, whole
 
+RUN = "config.json: run"  # what messages call the configuration in that file
 DEFAULT_POLICIES = ("bf16", "mxfp8", "nvidia", "end_to_end")  # those of them that this version has
 # Values of a preset that the command line can change.
 ADJUSTABLE = ("steps", "batch", "lr", "warmup", "eval_every", "save_every")
@@ -82,6 +83,8 @@ class Config:
         whole("--seed", self.seed, 0, 2**63 - 1)
         whole("--threads", self.threads, 1, 1024)
         whole("--stats", self.stats, 0)
+        for path in filter(is_task, self.data):
+            task.check(path.removeprefix(TASK))
         if self.device not in ("cpu", "cuda"):
             raise Refused(f"--device: {self.device!r}; accepted: cpu, cuda")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -111,13 +114,26 @@ class Config:
         }
 
     @classmethod
-    def from_dict(cls, run_config: dict, data_paths: Sequence[str]) -> Config:
+    def from_dict(cls, values: dict, data_paths: Sequence[str]) -> Config:
+        """What config.json holds under "run". Raises Refused for what is no configuration, by its name."""
+        values = typed.check(cls, values, RUN)
+        check_names(values.get("policies"), values.get("own", {}))
+        preset = presets.from_dict(values.get("preset"), f"{RUN}.preset")
+        return typed.make(cls, values, RUN, preset=preset, data=data_paths)
+
+
+def check_names(policies: Sequence[str] | str | None, own: dict[str, dict]) -> None:
+    """Raise Refused unless these are policies as config.json has them: names, and what the files of some held."""
+    for name in [policies] if isinstance(policies, str) else policies or ():
+        if name.endswith(policy_file.SUFFIXES):
+            raise Refused(f"{RUN}: {name!r} is a file; accepted: the name of a policy that ships or is under `own`")
+    for name, held in own.items():
         try:
-            values = dict(run_config)
-            values["preset"] = Preset(**{**values["preset"], "shape": presets.Shape(**values["preset"]["shape"])})
-            return cls(**values, data=data_paths)
-        except (KeyError, TypeError) as error:
-            raise Refused(f"config.json: not a configuration that this version of fp4ext knows ({error})") from None
+            found = policy_file.from_dict(held)
+        except (TypeError, ValueError) as error:
+            raise Refused(f"{RUN}.own.{name}: {error}") from None
+        if found.name != name:
+            raise Refused(f"{RUN}.own.{name}: a policy of the name {found.name!r}; accepted: its own name")
 
 
 def own_policy(option: str, path: str, known: Sequence[str]) -> fp4ext.Policy:

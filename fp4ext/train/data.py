@@ -138,11 +138,22 @@ def is_task(path: str | os.PathLike) -> bool:
     return str(path).startswith(TASK)
 
 
+def agreed(kept: Sequence[str], given: Sequence[str] | None, run: Path) -> Sequence[str]:
+    """The paths to `load` a run's text from, by the rule of task.agreed: those that config.json names, or `given`."""
+    if not given:
+        for path in filter(is_task, kept):
+            task.agreed(path.removeprefix(TASK), None, run, f"--data {TASK}")
+    return given or kept
+
+
 def _task_text(paths: Sequence[str | os.PathLike]) -> tuple[str, bytes]:
     if len(paths) > 1:
         raise Refused(f"--data {' '.join(map(str, paths))}: a task beside others; accepted: {TASK}NAME alone, or paths")
     name = str(paths[0]).removeprefix(TASK)
-    return name, task.load(name).text(task.generator(0)).encode()
+    text = task.load(name).text(task.generator(0))
+    if not isinstance(text, str):
+        raise Refused(f"--task {name}: its text is a {type(text).__name__}; accepted: str")
+    return name, text.encode()
 
 
 def _join(texts: list[bytes]) -> np.ndarray:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 from .result import Result
+
+say = partial(print, flush=True)  # into a file or a pipe, too, while the run goes on
 
 
 class Silent:
@@ -27,7 +30,7 @@ class Silent:
 class Lines(Silent):
     """Plain lines, one for each evaluation and at most every ten seconds: for logs and pipes."""
 
-    def __init__(self, write=print, every: float = 10.0):
+    def __init__(self, write=say, every: float = 10.0):
         self.write, self.every = write, every
 
     def start(self, arms, start: int, steps: int, out: Path) -> None:

@@ -75,22 +75,22 @@ def of_run(path: str | Path, arm: str | None = None) -> Taken:
         raise Refused(f"{path}: no checkpoint in it yet; accepted: a run that has saved one")
     settings = run.read_config(path)
     reinforced = "arms" in settings["run"]
-    there = [name for name in settings["run"]["arms" if reinforced else "policies"] if _weights(step, name).exists()]
+    config = RlConfig.from_dict(settings["run"]) if reinforced else _pretraining(settings)
+    there = [name for name in (config.arms if reinforced else config.policies) if _weights(step, name).exists()]
     arm = arm or ("matched" if "matched" in there else next(reversed(there), None))
     if arm not in there:
         raise Refused(f"--arm {arm}: not in {path}; accepted: {', '.join(there)}")
     kv_cache, pretrained = "bf16", path
     if reinforced:
-        config = RlConfig.from_dict(settings["run"])
         policy, kv_cache = choose(arm, config.chosen).sampler, config.kv_cache
         pretrained = Path(config.source) if config.source else path / "start"
-        settings = run.read_config(pretrained)
-    config = Config.from_dict(settings["run"], settings["data"]["paths"])
-    if not reinforced:
+        config = _pretraining(run.read_config(pretrained))
+    else:
         policy = config.policy(arm) if arm != "bf16" else None
     preset = config.preset
-    weights = checkpoint.load(path / "checkpoints", only=[f"{arm}.weights"])[1][f"{arm}.weights"]
-    model = models.build(preset.model, preset.shape, weights, policy, kv_cache)
+    weights = run.newest(path, settings, only=[f"{arm}.weights"])[1][f"{arm}.weights"]
+    with run.fitting(path):
+        model = models.build(preset.model, preset.shape, weights, policy, kv_cache)
     return Taken(arm, preset.model, preset.shape, model, policy, kv_cache)
 
 
@@ -124,7 +124,13 @@ def load_theirs(folder: str | Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with inkling2.reading(), inkling2.silent():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        ).eval()
+
+
+def _pretraining(settings: dict) -> Config:
+    return Config.from_dict(settings["run"], settings["data"].get("paths", ()))
 
 
 def _weights(step: Path, arm: str) -> Path:

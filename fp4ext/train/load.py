@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from . import checkpoint, data, run
+from . import data, run
+from . import task as tasks
 from .config import Config
 from .errors import Refused
 from .model import Transformer
@@ -42,15 +43,16 @@ def of_pretraining(path: str | Path) -> Path:
     return inside if (inside / "config.json").is_file() else Path(path)
 
 
-def load(path: str | Path, batches: int = 2, arm: str | None = None) -> Loaded:
+def load(path: str | Path, batches: int = 2, arm: str | None = None, task: str | None = None) -> Loaded:
     """The model of a run directory, as its newest checkpoint has it.
 
     Args:
         batches: how many; each of the run's own size.
         arm: whose weights; default: bf16's, else the first arm's.
+        task: the task that the run learned, where that is a file, which is run: see task.agreed.
 
     Raises:
-        Refused: it is no run directory, has no checkpoint, or no such arm.
+        Refused: it is no run directory, has no checkpoint, or no such arm; its task is a file and `task` is not given.
     """
     path = of_pretraining(path)
     settings = run.read_config(path)
@@ -60,14 +62,20 @@ def load(path: str | Path, batches: int = 2, arm: str | None = None) -> Loaded:
         raise Refused(f"--arm: {arm!r} is no arm of {path}; accepted: {', '.join(config.policies)}")
     if config.preset.model != "transformer":
         raise Refused(f"{path}: a run of {config.preset.name}; accepted: one of a model of fp4ext's own")
-    manifest, files = checkpoint.load(path / "checkpoints")
+    paths = [_agreed(name, task, path) for name in config.data]
+    manifest, files = run.newest(path, settings, only=[f"{arm}.weights"])
     model = Transformer(config.preset.shape)
-    model.load_state_dict(files[f"{arm}.weights"])
-    corpus = data.load(config.data, config.preset.shape.context)
+    with run.fitting(path):
+        model.load_state_dict(files[f"{arm}.weights"])
+    corpus = data.load(paths, config.preset.shape.context)
     p = config.preset
     steps = range(p.steps, p.steps + batches)
     made = [corpus.batch(config.seed, step, p.batch, p.shape.context) for step in steps]
     return Loaded(model, made, config, arm, manifest["step"], _amax(path, arm))
+
+
+def _agreed(name: str, given: str | None, path: Path) -> str:
+    return data.TASK + tasks.agreed(name.removeprefix(data.TASK), given, path) if data.is_task(name) else name
 
 
 def _amax(path: Path, arm: str) -> dict[str, list[tuple[int, float]]]:

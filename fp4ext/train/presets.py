@@ -7,8 +7,11 @@ d·expert_ffn). One step costs 6 · those that a token meets · batch · context
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 
+from . import typed
+from .checkpoint import MOST
 from .errors import Refused
 
 
@@ -90,11 +93,20 @@ class Preset:
             raise Refused("shape: an inkling2 has experts, and none that is shared; accepted: experts, and ffn=0")
         counts = ("steps", "batch", "warmup", "log_every", "eval_every", "save_every", "eval_windows", "final_windows")
         for name in counts:
-            whole(name, getattr(self, name))
+            whole(name, getattr(self, name), most=MOST if name == "steps" else 2**31 - 1)
+        for name in ("lr", "min_lr", "weight_decay", "clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise Refused(f"{name}: {getattr(self, name)!r}; accepted: a number from 0")
 
     def with_(self, **changes) -> Preset:
         """A copy with some values changed."""
         return replace(self, **changes)
+
+
+def from_dict(values, where: str) -> Preset:
+    """The preset of a config.json. Raises Refused for what is none, by its name."""
+    shape = typed.check(Preset, values, where).get("shape")
+    return typed.make(Preset, values, where, shape=typed.make(Shape, shape, f"{where}.shape"))
 
 
 def as_dict(preset: Preset) -> dict:

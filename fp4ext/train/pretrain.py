@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from . import checkpoint, data, report, result, run
+from . import data, report, result, run
 from .arm import Arm
 from .config import Config, agree, command, compare, facts, tell_changes
 from .display import Silent
@@ -60,14 +60,15 @@ def resume(out: str | Path, show=None, tensorboard: bool = True, asked: dict | N
 
     Args:
         asked: what the caller believes the run to be, by the names of Config (and "steps", "batch", "eval_every",
-            "save_every" of its preset). A difference is refused: a run has one configuration.
+            "save_every" of its preset). A difference is refused: a run has one configuration. Where its text is the
+            task of a file, `data` has to name that file, which is run: see task.agreed.
     """
     show, out = show or Silent(), Path(out)
     settings = run.read_config(out)
     config = Config.from_dict(settings["run"], settings["data"]["paths"])
+    data.agreed(config.data, (asked or {}).get("data"), out)
     config = agree(config, asked or {})
     with run.reopen(out) as directory, _settings(config):
-        manifest, files = checkpoint.load(out / "checkpoints")
         corpus = data.load(config.data, config.preset.shape.context)
         place = {name: settings["data"].get(name) for name in ("source", "paths")}  # the same text may have moved
         differences = compare(settings["data"], corpus.facts() | place)
@@ -76,14 +77,8 @@ def resume(out: str | Path, show=None, tensorboard: bool = True, asked: dict | N
             raise Refused(f"--resume {out}: {what}; accepted: the text that it began with")
         tell_changes(show, settings["facts"], facts(config))
         arms = _build(config)
-        try:
-            for a in arms:
-                a.load(files, manifest["diverged"])
-            directory.rewind(manifest["metrics_bytes"])
-        except (KeyError, RuntimeError) as error:
-            what = f"the checkpoint does not fit config.json ({error})"
-            raise Refused(f"--resume {out}: {what}; accepted: both as the run left them") from None
-        return _train(directory, config, corpus, arms, manifest["step"], show, tensorboard)
+        start = directory.load(arms)
+        return _train(directory, config, corpus, arms, start, show, tensorboard)
 
 
 def _train(
@@ -97,10 +92,6 @@ def _train(
             mean = float(a.evaluate(*windows, step).mean())
             line["valid_loss"] = mean if math.isfinite(mean) else None
 
-    def save(step: int) -> None:
-        extra = {"metrics_bytes": directory.mark(), "diverged": {a.policy: a.diverged for a in arms}}
-        checkpoint.save(directory.checkpoints, step, (f for a in arms for f in a.files()), extra)
-
     if not tensorboard:
         directory.without_tensorboard()
     try:
@@ -109,7 +100,7 @@ def _train(
             if p.model != "transformer" and a.report.converted:
                 show.note(a.said())
         if start == 0:
-            save(0)
+            directory.save(0, arms)
             lines = [{"step": 0, "policy": a.policy} for a in arms]
             evaluate(lines, 0)
             directory.log(lines)
@@ -129,7 +120,7 @@ def _train(
                     directory.log(lines)
                 show.step(done, lines)
                 if done % p.save_every == 0 or done == p.steps or stop.signal:
-                    save(done)
+                    directory.save(done, arms)
                 if stop.signal and done < p.steps:
                     return Result(directory.path, finished=False, step=done, signal=stop.signal)
         return _finish(directory, config, corpus, arms, show)
@@ -154,9 +145,7 @@ def _finish(directory: run.Run, config: Config, corpus: data.Corpus, arms: list[
     )
     rows = result.table(arms, losses, run.read_metrics(directory.path))
     done = Result(directory.path, finished=True, step=p.steps, rows=rows)
-    with checkpoint.told("the report", kept=checkpoint.latest(directory.checkpoints)):
-        report.write(directory.path, done)
-        checkpoint.replace(directory.path / "result.json", done.to_json())  # last: where it is, the run is done
+    run.finish(directory, done, report.write)
     return done
 
 

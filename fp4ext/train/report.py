@@ -11,7 +11,7 @@ from pathlib import Path
 from fp4ext.pages.chart import Line, chart
 from fp4ext.pages.page import dot, figure, page, pairs, soft
 
-from . import checkpoint
+from . import disk
 from .display import cells
 from .result import Result
 from .run import read_config, read_metrics
@@ -42,7 +42,7 @@ ABOUT_TABLE = (
 def write(out: Path, result: Result) -> None:
     """Write report.html and loss.png into the run directory."""
     config, metrics = read_config(out), read_metrics(out)
-    checkpoint.replace(out / "report.html", render(config, metrics, result).encode())
+    disk.replace(out / "report.html", render(config, metrics, result).encode())
     _picture(out / "loss.png", config, metrics)
 
 

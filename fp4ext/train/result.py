@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from dataclasses import asdict, dataclass
@@ -10,6 +9,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+
+from . import digest
+from .errors import Refused
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,16 @@ class Result:
 
     @classmethod
     def read(cls, out: Path) -> Result:
-        """That of a finished run."""
-        found = json.loads((out / "result.json").read_bytes())
-        return cls(out, finished=True, step=found["step"], rows=tuple(cls.row(**row) for row in found["rows"]))
+        """That of a finished run. Raises Refused where its result.json is not as the run wrote it."""
+        found = digest.read(out / "result.json")
+        try:
+            return cls(out, finished=True, step=found["step"], rows=tuple(cls.row(**row) for row in found["rows"]))
+        except (KeyError, TypeError) as error:
+            what = f"not a result that this version of fp4ext knows ({error})"
+            raise Refused(f"{out / 'result.json'}: {what}; accepted: the file as the run wrote it") from None
 
-    def to_json(self) -> bytes:
-        rows = [asdict(row) for row in self.rows]
-        return json.dumps({"step": self.step, "rows": rows}, indent=1, allow_nan=False).encode() + b"\n"
+    def to_json(self) -> dict:
+        return {"step": self.step, "rows": [asdict(row) for row in self.rows]}
 
 
 def table(arms, losses: dict[str, np.ndarray], metrics: list[dict]) -> tuple[Row, ...]:

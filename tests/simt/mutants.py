@@ -391,6 +391,10 @@ def caught(library: Path, check) -> str | None:
 
 
 def main(names: list[str]) -> None:
+    known = [mutant[0] for mutant in MUTANTS]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        sys.exit(f"unknown mutants {', '.join(unknown)}; accepted: {', '.join(known)}")
     chosen = [mutant for mutant in MUTANTS if not names or mutant[0] in names]
     for check in dict.fromkeys(mutant[-1] for mutant in chosen):
         why = caught(build(), check)

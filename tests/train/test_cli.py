@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+import fp4ext
 from fp4ext.cli import main
 from fp4ext.train import resume
 
@@ -119,3 +121,43 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, text):
     assert not result.finished and result.step == stopped + 5
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(0, stopped + 6, 5))
+
+
+def test_lines_reach_a_pipe_while_the_run_goes_on(tmp_path, text):
+    command = [sys.executable, "-m", "fp4ext", "pretrain", *options(text, 9000), "--out", str(tmp_path / "run")]
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=buffered)
+    try:
+        assert select.select([process.stdout], [], [], 120)[0] and process.poll() is None
+        assert b"M parameters, 9000 steps" in process.stdout.readline()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("at", ["data.load", "arm.Arm.__init__", "run.Run.save"])
+def test_ctrl_c_before_the_first_checkpoint_recommends_what_works(tmp_path, text, monkeypatch, capsys, at):
+    """At every moment the command that is named goes on or begins again."""
+    out, begin = tmp_path / "run", ["pretrain", *options(text, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"fp4ext.train.{at}", lambda *given, **more: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main([*begin, "--out", str(out)]) == 130
+    said = capsys.readouterr().err
+    if at == "run.Run.save":
+        assert said.endswith(f"python -m fp4ext pretrain --resume {out}\n")
+        assert main(["pretrain", "--resume", str(out)]) == 0
+    else:
+        assert said.endswith("the same command\n") and not out.exists()
+        assert main([*begin, "--out", str(out)]) == 0
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"fp4ext {fp4ext.__version__}\n"
+
+
+def test_train_needs_no_import_of_its_own():
+    """As docs/interchange.md uses it, in a process that has imported nothing else."""
+    code = "import fp4ext; fp4ext.train.exported.load; fp4ext.train.rl.Config; fp4ext.train.pretrain"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -51,7 +51,7 @@ def whole(job, tmp_path_factory):
     return end_to_end(job(), out, Lines(said.append), tensorboard=False), said
 
 
-def test_what_it_leaves(whole, tmp_path, capsys):
+def test_what_it_leaves(whole, job, tmp_path, capsys):
     result, said = whole
     assert result.finished and result.reloaded.same and result.reloaded.tokens == 64 * 16 - sum_of_prompts(result)
     (row,) = result.reinforced.rows
@@ -67,7 +67,7 @@ def test_what_it_leaves(whole, tmp_path, capsys):
     found = json.loads((result.out / "result.json").read_text())
     assert found["reload"]["tokens_equal"] == result.reloaded.tokens and set(found["seconds"]) == set(loop.STAGES)
     # All is there: going on says the same, and computes nothing.
-    assert main(["end-to-end", "--resume", str(result.out)]) == 0
+    assert main(["end-to-end", "--resume", str(result.out), "--task", job().task]) == 0
     table = capsys.readouterr().out
     assert "4 reload" in table and f"{result.reloaded.tokens} of {result.reloaded.tokens} tokens" in table
 
@@ -138,7 +138,7 @@ def test_dead_anywhere_and_resumed_it_is_the_same_run(whole, job, tmp_path, monk
     out = tmp_path / "run"
 
     def go_on(show):
-        return resume(out, show, tensorboard=False)
+        return resume(out, show, tensorboard=False, task_file=job().task)
 
     stopped = end_to_end(job(), out, Dying(stage="pretrain", step=2), tensorboard=False)
     assert (stopped.finished, stopped.at, stopped.signal) == (False, "step 2 of stage 1, pretrain", signal.SIGTERM)
@@ -178,7 +178,7 @@ def timeless(path):
     return [{k: v for k, v in line.items() if k not in ("seconds", "perf/tokens_per_second")} for line in lines]
 
 
-def test_a_checkpoint_that_says_otherwise_is_told(whole, tmp_path, capsys):
+def test_a_checkpoint_that_says_otherwise_is_told(whole, job, tmp_path, capsys):
     """Exit code 1, after one code of one weight has changed."""
     out = tmp_path / "run"
     shutil.copytree(whole[0].out, out)
@@ -190,13 +190,13 @@ def test_a_checkpoint_that_says_otherwise_is_told(whole, tmp_path, capsys):
             writer.add(name, t.flip(0) if name == "blocks.0.attention.out.weight.codes" else t)
         writer.files["config.json"] = there.config
     (out / "reload.json").unlink()
-    assert main(["end-to-end", "--resume", str(out)]) == 1
+    assert main(["end-to-end", "--resume", str(out), "--task", job().task]) == 1
     said = capsys.readouterr().out
     assert "the checkpoint is not what was written" in said and "nat apart" in said
     assert "class=bad" in (out / "report.html").read_text()
 
 
-def test_stops_while_it_exports(whole, tmp_path, monkeypatch, capsys):
+def test_stops_while_it_exports(whole, job, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     shutil.copytree(whole[0].out, out)
     shutil.rmtree(out / "checkpoint")
@@ -208,9 +208,11 @@ def test_stops_while_it_exports(whole, tmp_path, monkeypatch, capsys):
         return read(path)
 
     monkeypatch.setattr(loop.Exported, "read", press)
-    assert main(["end-to-end", "--resume", str(out)]) == 130
+    assert main(["end-to-end", "--resume", str(out), "--task", job().task]) == 130
     said = capsys.readouterr().out
-    assert f"saved after stage 3, export; to go on: python -m fp4ext end-to-end --resume {out}" in said
+    assert (
+        f"saved after stage 3, export; to go on: python -m fp4ext end-to-end --resume {out} --task {job().task}" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,10 +257,12 @@ def test_a_policy_of_ones_own(tmp_path):
     assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
 
 
-def test_presets_fit_the_task():
+def test_presets_fit_the_task(tmp_path):
     assert Config(presets.get("moe-task")).layout == "fp4ext"
+    config = Config(PRESET.with_(shape=Shape(layers=1, d=32, heads=1, ffn=32, context=6)), policies=["end_to_end"])
     with pytest.raises(Refused, match="prompts of 4 bytes and answers of 3; accepted: less than 6 together"):
-        Config(PRESET.with_(shape=Shape(layers=1, d=32, heads=1, ffn=32, context=6)), policies=["end_to_end"])
+        end_to_end(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_inkling2_goes_all_the_way(job, tmp_path):
@@ -272,6 +276,6 @@ def test_inkling2_goes_all_the_way(job, tmp_path):
     assert result.reloaded.same and result.reloaded.tokens == 16 * 16 and "transformers" in result.reloaded.by
     assert 0 <= result.reloaded.sampler_equal <= 16 * 16
     with pytest.raises(Refused, match="--kv-cache nvfp4: inkling2 is sampled without a cache; accepted: bf16"):
-        reinforce(RlConfig(source=str(result.out / "pretrain"), kv_cache="nvfp4"), tmp_path / "rl")
+        reinforce(RlConfig(source=str(result.out / "pretrain"), task=job().task, kv_cache="nvfp4"), tmp_path / "rl")
     names = list(Checkpoint(result.checkpoint))
     assert "model.llm.layers.0.mlp.experts.w13_weight" in names

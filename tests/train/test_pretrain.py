@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from fp4ext.train import Refused, Stopped, checkpoint, pretrain, resume
+from fp4ext.train import Refused, Stopped, checkpoint, digest, disk, pretrain, resume
 from fp4ext.train import run as rundir
 from fp4ext.train.arm import Arm, learning_rate, policy_names
 from fp4ext.train.model import Transformer
@@ -142,7 +142,7 @@ def test_divergence_stops_one_arm_and_is_said(micro, tmp_path, monkeypatch):
 def test_full_disk_while_logging_or_saving(micro, tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     pretrain(micro(), whole, tensorboard=False)
-    real, room = checkpoint.write, [4]
+    real, room = disk.write, [4]
 
     def full(path, data):
         room[0] -= 1
@@ -150,7 +150,7 @@ def test_full_disk_while_logging_or_saving(micro, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(path, data)
 
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(disk, "write", full)
     with pytest.raises(Stopped, match="step 4 could not be written: No space left on device; intact: .*step-00000000"):
         pretrain(micro(), parts, tensorboard=False)
     monkeypatch.undo()
@@ -167,15 +167,19 @@ def test_full_disk_while_logging_or_saving(micro, tmp_path, monkeypatch):
 
 
 def test_a_run_without_its_first_checkpoint_may_begin_again(micro, tmp_path, monkeypatch):
-    fail = lambda path, data: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))  # noqa: E731
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", lambda path, data: fail(path, data) if "step" in str(data) else None)
-        patch.setattr(checkpoint, "replace", lambda path, data: path.write_bytes(data))
-        with pytest.raises(Stopped, match="no checkpoint had been written before"):
-            pretrain(micro(), tmp_path / "run", tensorboard=False)
-    with pytest.raises(Refused, match="no checkpoint"):
-        resume(tmp_path / "run")
-    assert pretrain(micro(), tmp_path / "run", tensorboard=False).finished
+    real = disk.write
+
+    def full(path, data):
+        if path.name == "manifest.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, data)
+
+    for name, again in (("a", lambda out: resume(out)), ("b", lambda out: pretrain(micro(), out, tensorboard=False))):
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "write", full)
+            with pytest.raises(Stopped, match="no checkpoint had been written before"):
+                pretrain(micro(), tmp_path / name, tensorboard=False)
+        assert again(tmp_path / name).finished
 
 
 def test_tensorboard_events(micro, tmp_path):
@@ -241,21 +245,29 @@ def test_refuses_broken_runs(micro, tmp_path):
 
     lines = (out / "metrics.jsonl").read_bytes()
     (out / "metrics.jsonl").write_bytes(lines[:20])
-    with pytest.raises(Refused, match="metrics.jsonl: 20 bytes"):
+    with pytest.raises(Refused, match="metrics.jsonl: 20 bytes of"):
         resume(out)
     (out / "metrics.jsonl").write_bytes(lines)
 
     config = (out / "config.json").read_text()
     (out / "config.json").write_text(config.replace('"d": 32', '"d": 64'))
-    with pytest.raises(Refused, match="does not fit config.json"):
+    with pytest.raises(Refused, match=r"config.json: not what was written \(run.preset.shape.d\)"):
+        resume(out)
+    (out / "config.json").write_text(config)
+
+    (out / "config.json").write_bytes(digest.dumps(json.loads(config.replace('"d": 32', '"d": 64'))))
+    with pytest.raises(Refused, match="config.json: not the one that .*manifest.json was written under"):
         resume(out)
     (out / "config.json").write_text(config)
 
     weights.parent.rename(tmp_path / "elsewhere")
-    with pytest.raises(Refused, match="no checkpoint"):
+    with pytest.raises(Refused, match="no checkpoint in .*checkpoints, but metrics.jsonl has lines"):
         resume(out)
+    with pytest.raises(Refused, match="no checkpoint in .*checkpoints, but metrics.jsonl has lines"):
+        pretrain(micro(), out)
+    assert (out / "metrics.jsonl").read_bytes() == lines
     (out / "config.json").write_text("{}")
-    with pytest.raises(Refused, match="not the configuration of a run"):
+    with pytest.raises(Refused, match="config.json: no digest in it"):
         resume(out)
 
 

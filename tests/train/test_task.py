@@ -4,8 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from fp4ext.train import Config, Refused, data, task
+from fp4ext.train import Config, Refused, data, end_to_end, rl, task
 
+WHOLE = """
+    most, stop = 2, "\\n"
+    def text(self, rng): return "0>0\\n" * 2000
+    def prompt(self, rng): return "0>"
+    def reward(self, prompt, completion): return 1.0
+"""
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_task.py"
 
 
@@ -49,13 +55,56 @@ def test_refusals(tmp_path):
         task.load(str(tmp_path / "none.py"))
     file = tmp_path / "mine.py"
     file.write_text("class A:\n    def text(self, rng): ...\n")
-    with pytest.raises(Refused, match="tasks in the file: none; accepted: one class with text, prompt, reward"):
+    with pytest.raises(Refused, match="in the file: none; accepted: one class with text, prompt, reward, most, stop"):
         task.load(str(file))
     file.write_text("import nothing_like_this")
     with pytest.raises(Refused, match="ModuleNotFoundError.*accepted: a file that can be imported"):
         task.load(str(file))
-    two = "\n".join(f"class {n}:\n    text = prompt = reward = None" for n in "AB")
-    file.write_text(two)
+    file.write_text("".join(f"class {n}(object):\n{WHOLE}" for n in "AB"))
     with pytest.raises(Refused, match="tasks in the file: A, B; accepted: one class"):
         task.load(str(file))
     assert type(task.load(f"{file}:B")).__name__ == "B"
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("most, stop = 2, ", "stop = ", "Mine has no most; accepted: a class with text, prompt, reward, most, stop"),
+        ('most, stop = 2, "\\n"', "most = 2", "Mine has no stop"),
+        ("2, ", "0, ", "Mine.most is 0; accepted: a whole number of tokens from 1"),
+        ("2, ", "True, ", "Mine.most is True"),
+        ('"\\n"\n', '"ab"\n', "Mine.stop is 'ab'; accepted: a text of one byte"),
+        ('"\\n"\n', "10\n", "Mine.stop is 10"),
+        ('"0>"', "7", "Mine.prompt gives 7; accepted: a text"),
+        ('"0>"', '""', "Mine.prompt gives ''"),
+        ("return 1.0", "return 2", "Mine.reward gives 2; accepted: a number from 0 to 1"),
+        ("return 1.0", "return None", "Mine.reward gives None"),
+        ("return 1.0", "return completion[5]", "fails on a first prompt: IndexError: string index out of range"),
+    ],
+)
+def test_a_task_that_lacks_something_is_refused_before_anything_is_trained(tmp_path, monkeypatch, old, new, words):
+    file, made = tmp_path / "mine.py", f"class Mine:\n{WHOLE}"
+    assert old in made
+    file.write_text(made.replace(old, new))
+    with pytest.raises(Refused, match=words):
+        task.load(str(file))
+    with pytest.raises(Refused, match=words):
+        rl.reinforce(rl.Config(task=str(file), threads=1), tmp_path / "run")
+    with pytest.raises(Refused, match=words):
+        end_to_end.end_to_end(end_to_end.Config(task=str(file), threads=1), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_that_is_none_is_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"class Mine:\n{WHOLE}".replace('"0>0\\n" * 2000', "b'0>0'"))
+    with pytest.raises(Refused, match="its text is a bytes; accepted: str"):
+        data.load([f"task:{file}"])
+
+
+def test_a_task_too_long_for_the_start_is_refused_before_it_is_trained(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"class Mine:\n{WHOLE}".replace("2, ", "60, "))
+    with pytest.raises(Refused, match="answers of 60; accepted: less than 48 together"):
+        rl.reinforce(rl.Config(task=str(file), threads=1), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

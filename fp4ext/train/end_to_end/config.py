@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from .. import presets, task
+from .. import presets, task, typed
+from ..config import RUN, check_names
 from ..config import Config as PretrainConfig
 from ..data import TASK
 from ..errors import Refused
-from ..presets import Preset, Shape
+from ..presets import Preset
 from ..rl import Config as RlConfig
-from ..rl.loop import check_fits
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ class Config:
         preset = presets.get(self.preset)
         put("preset", preset.with_(steps=self.steps) if self.steps else preset)
         put("steps", self.preset.steps)
-        task.load(self.task)
-        put("task", task.absolute(self.task))
+        put("task", task.absolute(task.check(self.task)))
         before = self.pretraining()
         put("own", before.own)
         put("files", before.files)
@@ -71,7 +70,6 @@ class Config:
         put("arms", self.reinforcing().arms)
         if self.arms[0] == "bf16":
             raise Refused("--arms bf16,…: the first goes on to a 4-bit checkpoint; accepted: one of 4 bits first")
-        check_fits(self.task, self.preset.shape.context, self.seed)
         accepted = layouts(self.preset)
         put("layout", self.layout or accepted[0])
         if self.layout not in accepted:
@@ -120,11 +118,10 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict) -> Config:
-        try:
-            preset = values["preset"]
-            return cls(**values | {"preset": Preset(**preset | {"shape": Shape(**preset["shape"])})})
-        except (KeyError, TypeError) as error:
-            raise Refused(f"config.json: not a configuration that this version of fp4ext knows ({error})") from None
+        """What config.json holds under "run". Raises Refused for what is no configuration, by its name."""
+        values = typed.check(cls, values, RUN)
+        check_names([*values.get("policies", ()), values.get("policy", "")], values.get("own", {}))
+        return typed.make(cls, values, RUN, preset=presets.from_dict(values.get("preset"), f"{RUN}.preset"))
 
 
 def layouts(preset: Preset) -> list[str]:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from .. import display
-from ..display import clock
+from ..display import clock, say
 from ..rl import display as rl_display
 from .result import Result
 from .words import CHECKED, TITLES, rows
@@ -33,7 +33,7 @@ class Stages:
 class Lines(Stages):
     """Plain lines: for logs and pipes."""
 
-    def __init__(self, write=print, every: float = 10.0):
+    def __init__(self, write=say, every: float = 10.0):
         self.write, self.every = write, every
 
     def start(self, stages, out: Path) -> None:

@@ -12,15 +12,15 @@ to the same bytes.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from fp4ext import export
 
-from .. import checkpoint, exported, inkling2, run, task
+from .. import checkpoint, digest, disk, exported, inkling2, run, task
 from ..config import facts, tell_changes
 from ..errors import Refused
 from ..interrupt import Interrupts
@@ -57,6 +57,7 @@ def end_to_end(config: Config, out: str | Path, show: Stages | None = None, tens
         Stopped: the disk gave out; what was done is intact.
     """
     out = Path(out)
+    rl.check_fits(config.task, config.preset.shape.context, config.seed)
     settings = {
         "run": config.as_dict(),
         "data": {"task": config.task, "digest": task.identity(config.task)},
@@ -65,19 +66,26 @@ def end_to_end(config: Config, out: str | Path, show: Stages | None = None, tens
     }
     run.check_free(out, settings, "pretrain/checkpoints")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        checkpoint.replace(out / "config.json", json.dumps(settings, indent=1).encode() + b"\n")
+        disk.make_folder(out)
+        run.write_config(out, settings)
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
         raise Refused(f"--out {out}: {what}; accepted: a new or empty directory") from None
     return _go_on(out, config, show or Stages(), tensorboard)
 
 
-def resume(out: str | Path, show: Stages | None = None, tensorboard: bool = True) -> Result:
-    """Go on with the run in `out`, bit for bit as if it had never stopped."""
+def resume(
+    out: str | Path, show: Stages | None = None, tensorboard: bool = True, task_file: str | None = None
+) -> Result:
+    """Go on with the run in `out`, bit for bit as if it had never stopped.
+
+    Args:
+        task_file: the file that the run's task is in, which is run; needed where its task is a file's (task.agreed).
+    """
     out, show = Path(out), show or Stages()
     settings = run.read_config(out)
     config = Config.from_dict(settings["run"])
+    config = replace(config, task=task.agreed(config.task, task_file, out))
     task.check_same(config.task, settings["data"]["digest"], out)
     tell_changes(show, settings["facts"], facts(config.pretraining()))
     return _go_on(out, config, show, tensorboard)
@@ -113,9 +121,9 @@ def _stages(out: Path, config: Config, show: Stages, tensorboard: bool) -> Resul
         if stop is not None and stop.signal and stage != STAGES[-1]:
             return Result(out, finished=False, at=f"stage {number}, {stage}", signal=stop.signal)
     done = Result(out, True, "the end", None, *found.values(), seconds=_times(out))
-    with checkpoint.told("the report", kept=out / "checkpoint"):
+    with disk.told("the report", kept=out / "checkpoint"):
         report.write(out, done)
-        checkpoint.replace(out / "result.json", done.to_json())
+        disk.replace(out / "result.json", digest.dumps(done.to_json()))
     return done
 
 
@@ -123,7 +131,7 @@ def _pretrain(out: Path, config: Config, show, tensorboard: bool) -> Pretrained:
     return run.carry_on(
         out / "pretrain",
         Pretrained.read,
-        lambda path: resume_pretraining(path, show, tensorboard),
+        lambda path: resume_pretraining(path, show, tensorboard, asked={"data": config.pretraining().data}),
         lambda path: pretrain(config.pretraining(), path, show, tensorboard),
     )
 
@@ -132,7 +140,7 @@ def _rl(out: Path, config: Config, show, tensorboard: bool) -> Reinforced:
     return run.carry_on(
         out / "rl",
         Reinforced.read,
-        lambda path: rl.resume(path, show, tensorboard),
+        lambda path: rl.resume(path, show, tensorboard, task_file=config.task),
         lambda path: rl.reinforce(config.reinforcing(out / "pretrain"), path, show, tensorboard),
     )
 
@@ -143,7 +151,7 @@ def _export(out: Path, config: Config, show, tensorboard: bool) -> Exported:
         taken = exported.of_run(out / "rl", config.arms[0])
         kept = checkpoint.latest(out / "rl" / "checkpoints")
         quiet = nullcontext() if taken.kind == "transformer" else inkling2.silent()
-        with quiet, checkpoint.told(f"the checkpoint {path}", kept=kept):
+        with quiet, disk.told(f"the checkpoint {path}", kept=kept):
             export.save(
                 taken.model,
                 path,
@@ -158,7 +166,7 @@ def _export(out: Path, config: Config, show, tensorboard: bool) -> Exported:
 def _reload(out: Path, config: Config, show, tensorboard: bool) -> Reloaded:
     mark = out / "reload.json"
     if mark.exists():
-        return Reloaded(**json.loads(mark.read_bytes()))
+        return Reloaded.read(mark)
     taken = exported.of_run(out / "rl", config.arms[0])
     requests = _requests(config, most=None if taken.kind == "transformer" else 16)
     sampled = models.sampler(taken.model).generate(requests)
@@ -171,8 +179,8 @@ def _reload(out: Path, config: Config, show, tensorboard: bool) -> Reloaded:
         after = after.generate(requests)
         by = f"transformers {inkling2.version()}"
         seen = _compare(before.generate(requests), after, by, sampled)
-    with checkpoint.told("reload.json", kept=out / "checkpoint"):
-        checkpoint.replace(mark, json.dumps(vars(seen)).encode())
+    with disk.told("reload.json", kept=out / "checkpoint"):
+        disk.replace(mark, digest.dumps(vars(seen)))
     return seen
 
 
@@ -207,8 +215,10 @@ def _compare(
 
 
 def _times(out: Path) -> dict[str, float]:
-    with suppress(OSError, ValueError):
-        return json.loads((out / "times.json").read_bytes())
+    """Of each stage, in seconds. No more than a convenience: where the file is damaged, they begin anew."""
+    with suppress(Refused):
+        found = digest.read(out / "times.json")
+        return {stage: found[stage] for stage in STAGES if isinstance(found.get(stage), float)}
     return {}
 
 
@@ -217,5 +227,5 @@ def _add_time(out: Path, stage: str, seconds: float) -> dict[str, float]:
     times = _times(out)
     times[stage] = round(times.get(stage, 0.0) + seconds, 1)
     with suppress(OSError):
-        checkpoint.replace(out / "times.json", json.dumps(times).encode())
+        disk.replace(out / "times.json", digest.dumps(times))
     return times

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp4ext.pages.page import page, pairs, soft, table
 
-from .. import checkpoint
+from .. import disk
 from .. import report as pretrain_report
 from ..display import clock
 from ..rl import report as rl_report
@@ -27,7 +27,7 @@ ABOUT_RELOAD = (
 
 def write(out: Path, result: Result) -> None:
     """Write report.html into the run directory."""
-    checkpoint.replace(out / "report.html", render(out, result).encode())
+    disk.replace(out / "report.html", render(out, result).encode())
 
 
 def render(out: Path, result: Result) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fp4ext.export import Checkpoint
 
+from .. import digest
+from ..errors import Refused
 from ..pretrain import Result as Pretrained
 from ..rl import Result as Reinforced
 
@@ -81,6 +82,15 @@ class Reloaded:
     by: str
     sampler_equal: int | None = None
 
+    @classmethod
+    def read(cls, file: Path) -> Reloaded:
+        """That of reload.json. Raises Refused where it is not as the run wrote it."""
+        found = digest.read(file)
+        try:
+            return cls(**{key: value for key, value in found.items() if key not in digest.KEYS})
+        except TypeError as error:
+            raise Refused(f"{file}: not as this version of fp4ext writes it ({error}); accepted: that") from None
+
     @property
     def same(self) -> bool:
         return self.tokens_equal == self.tokens and self.logprobs_equal == self.tokens
@@ -108,12 +118,11 @@ class Result:
     def checkpoint(self) -> Path:
         return self.out / "checkpoint"
 
-    def to_json(self) -> bytes:
-        found = {
+    def to_json(self) -> dict:
+        return {
             "pretrain": [asdict(row) for row in self.pretrained.rows],
             "rl": [asdict(row) for row in self.reinforced.rows],
             "export": asdict(self.exported),
             "reload": asdict(self.reloaded),
             "seconds": self.seconds,
         }
-        return json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"

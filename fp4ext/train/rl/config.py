@@ -12,9 +12,10 @@ import torch
 import fp4ext
 from fp4ext import policy_file
 
-from .. import cache, task
+from .. import cache, task, typed
 from ..arm import policy_names
-from ..config import own_policy
+from ..checkpoint import MOST
+from ..config import RUN, check_names, own_policy
 from ..errors import Refused
 from ..presets import whole
 from . import arms, grpo
@@ -85,7 +86,7 @@ class Config:
         if self.policy not in (*four_bit, *self.own):
             raise Refused(f"--policy: {self.policy!r}; accepted: {', '.join(four_bit)}")
         for name in ("steps", "prompts", "updates", "slots", "rows", "eval_prompts", "save_every"):
-            whole(f"--{name.replace('_', '-')}", getattr(self, name))
+            whole(f"--{name.replace('_', '-')}", getattr(self, name), most=MOST if name == "steps" else 2**31 - 1)
         whole("--group", self.group, 2)
         whole("--seed", self.seed, 0, 2**31 - 1)
         whole("--threads", self.threads, 1, 1024)
@@ -101,8 +102,7 @@ class Config:
         if self.source is not None:
             put("source", str(Path(self.source).absolute()))
         if self.task is not None:
-            task.load(self.task)
-            put("task", task.absolute(self.task))
+            put("task", task.absolute(task.check(self.task)))
 
     @property
     def chosen(self) -> fp4ext.Policy:
@@ -119,10 +119,10 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict) -> Config:
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise Refused(f"config.json: not a configuration that this version of fp4ext knows ({error})") from None
+        """What config.json holds under "run". Raises Refused for what is no configuration, by its name."""
+        values = typed.check(cls, values, RUN)
+        check_names(values.get("policy"), values.get("own", {}))
+        return typed.make(cls, values, RUN)
 
 
 def command(config: Config) -> str:

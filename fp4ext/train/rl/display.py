@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from .. import display
-from ..display import clock, headline
+from ..display import clock, headline, say
 from .result import Result, Row
 
 MEASURES = ("critic/rewards/mean", "rollout_corr/mean_abs_d", "rollout_corr/rollout_is_eff_sample_size", "seconds")
@@ -15,7 +15,7 @@ MEASURES = ("critic/rewards/mean", "rollout_corr/mean_abs_d", "rollout_corr/roll
 class Lines(display.Silent):
     """Plain lines at most every ten seconds, and at every evaluation: for logs and pipes."""
 
-    def __init__(self, write=print, every: float = 10.0):
+    def __init__(self, write=say, every: float = 10.0):
         self.write, self.every = write, every
 
     def pretraining(self):

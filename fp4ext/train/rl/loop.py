@@ -10,13 +10,14 @@ A run that is stopped anywhere goes on bit for bit: what a step depends on is in
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 import fp4ext
 
-from .. import checkpoint, run, task
+from .. import presets, run, task
 from ..config import Config as PretrainConfig
 from ..config import facts, tell_changes
 from ..data import TASK, is_task
@@ -33,6 +34,7 @@ from .learner import Learner
 from .result import Result
 
 DEFAULT_TASK = "arithmetic"
+START = "task"  # the preset of the pretraining that comes first where no run is given
 
 
 def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = True) -> Result:
@@ -61,22 +63,26 @@ def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = Tr
         "command": command(config),
     }
     with run.create(out, settings) as directory:
-        return _go_on(directory, config, begin, None, show, tensorboard)
+        return _go_on(directory, config, begin, show, tensorboard)
 
 
-def resume(out: str | Path, show=None, tensorboard: bool = True) -> Result:
-    """Go on with the run in `out`, bit for bit as if it had never stopped."""
+def resume(out: str | Path, show=None, tensorboard: bool = True, task_file: str | None = None) -> Result:
+    """Go on with the run in `out`, bit for bit as if it had never stopped.
+
+    Args:
+        task_file: the file that the run's task is in, which is run; needed where its task is a file's (task.agreed).
+    """
     show, out = show or Silent(), Path(out)
     settings = run.read_config(out)
     config = Config.from_dict(settings["run"])
+    config = replace(config, task=task.agreed(config.task, task_file, out))
     task.check_same(config.task, settings["data"]["digest"], out)
     tell_changes(show, settings["facts"], facts(PretrainConfig("task", policies=["bf16"])))
     begin = Start.read(config.source, config.policy) if config.source else None
     if begin and begin.facts()["start"] != settings["data"]["start"]:
         raise Refused(f"--resume {out}: the weights in {config.source} have changed; accepted: those it began with")
     with run.reopen(out) as directory:
-        loaded = checkpoint.load(directory.checkpoints) if checkpoint.latest(directory.checkpoints) else None
-        return _go_on(directory, config, begin, loaded, show, tensorboard)
+        return _go_on(directory, config, begin, show, tensorboard)
 
 
 class Start:
@@ -95,9 +101,9 @@ class Start:
         path = Path(source)
         settings = run.read_config(path)
         if "policies" not in settings["run"]:
-            raise Refused(f"--from {path}: not a pretraining run; accepted: a directory that `pretrain` left")
+            raise Refused(f"--from {path}: its config.json is not a pretraining run's; accepted: what `pretrain` left")
         config = PretrainConfig.from_dict(settings["run"], settings["data"]["paths"])
-        manifest, files = checkpoint.load(path / "checkpoints")
+        manifest, files = run.newest(path, settings)
         policy = next((name for name in (policy, "end_to_end") if name in config.policies), config.policies[0])
         name = f"{policy}.weights"
         if name not in files:
@@ -112,7 +118,7 @@ class Start:
 def _with_task(config: Config, begin: Start | None) -> Config:
     """The configuration with its task settled: the one asked for, else what the source learned, else arithmetic."""
     learned = [p.removeprefix(TASK) for p in begin.data if is_task(p)] if begin else []
-    name = config.task or (learned[0] if learned else None if begin else DEFAULT_TASK)
+    name = config.task or (task.agreed(learned[0], None, begin.path) if learned else None if begin else DEFAULT_TASK)
     if name is None:
         tasks = ", ".join(task.TASKS)
         raise Refused(f"--from {begin.path}: pretrained on text, not on a task; accepted: --task {tasks} or FILE.py")
@@ -120,6 +126,8 @@ def _with_task(config: Config, begin: Start | None) -> Config:
         if begin.kind != "transformer" and config.kv_cache != "bf16":
             raise Refused(f"--kv-cache {config.kv_cache}: {begin.kind} is sampled without a cache; accepted: bf16")
         check_fits(name, begin.shape.context, config.seed, f" by {begin.path}")
+    else:
+        check_fits(name, presets.get(START).shape.context, config.seed)
     return Config(**(config.as_dict() | {"task": name, "file": config.file}))
 
 
@@ -132,31 +140,22 @@ def check_fits(name: str, context: int, seed: int, where: str = "") -> None:
         raise Refused(f"--task {name}: {what}; accepted{where}: less than {context} together")
 
 
-def _go_on(directory: run.Run, config: Config, begin: Start | None, loaded, show, tensorboard: bool) -> Result:
+def _go_on(directory: run.Run, config: Config, begin: Start | None, show, tensorboard: bool) -> Result:
     if begin is None:
         begin = _pretrained(directory.path / "start", config, show)
         if isinstance(begin, Result):
             return begin
     with run.settings(config.threads):
-        learners = [Learner(name, config, begin.shape, begin.weights, begin.kind) for name in config.arms]
-        start = 0
-        if loaded:
-            manifest, files = loaded
-            try:
-                for learner in learners:
-                    learner.load(files, manifest["diverged"])
-                start = manifest["step"]
-            except (KeyError, RuntimeError) as error:
-                what = f"the checkpoint does not fit config.json ({error})"
-                raise Refused(f"{directory.path}: {what}; accepted: both as the run left them") from None
-            directory.rewind(manifest["metrics_bytes"])
+        with run.fitting(begin.path):
+            learners = [Learner(name, config, begin.shape, begin.weights, begin.kind) for name in config.arms]
+        start = directory.load(learners)
         return _train(directory, config, learners, start, show, tensorboard)
 
 
 def _pretrained(path: Path, config: Config, show) -> Start | Result:
     """A start for a run that was given none: pretraining in 4 bits on the task's text, resumed where it was stopped."""
     settings = PretrainConfig(
-        "task",
+        START,
         policies=[config.policy],
         own=dict(config.own),
         data=[TASK + config.task],
@@ -167,7 +166,10 @@ def _pretrained(path: Path, config: Config, show) -> Start | Result:
         show.note(f"no --from: pretraining a model on the text of {config.task} first, in {path}")
         bars = show.pretraining()
         done = run.carry_on(
-            path, Pretrained.read, lambda p: resume_pretraining(p, bars), lambda p: pretrain(settings, p, bars)
+            path,
+            Pretrained.read,
+            lambda p: resume_pretraining(p, bars, asked={"data": settings.data}),
+            lambda p: pretrain(settings, p, bars),
         )
         if not done.finished:
             return Result(path.parent, finished=False, step=0, signal=done.signal)
@@ -175,10 +177,6 @@ def _pretrained(path: Path, config: Config, show) -> Start | Result:
 
 
 def _train(directory: run.Run, config: Config, learners: list[Learner], start: int, show, tensorboard: bool) -> Result:
-    def save(step: int) -> None:
-        extra = {"metrics_bytes": directory.mark(), "diverged": {a.policy: a.diverged for a in learners}}
-        checkpoint.save(directory.checkpoints, step, (f for a in learners for f in a.files()), extra)
-
     def evaluate(step: int) -> None:
         lines = [{"step": step, "arm": a.policy, "eval/reward": a.evaluate()} for a in learners]
         directory.log(lines)
@@ -189,7 +187,7 @@ def _train(directory: run.Run, config: Config, learners: list[Learner], start: i
     try:
         show.start(learners, start, config.steps, directory.path)
         if start == 0:
-            save(0)
+            directory.save(0, learners)
             evaluate(0)
         with Interrupts(show.note) as stop:
             for step in range(start, config.steps):
@@ -202,7 +200,7 @@ def _train(directory: run.Run, config: Config, learners: list[Learner], start: i
                 done = step + 1
                 show.step(done, lines)
                 if done % config.save_every == 0 or done == config.steps or stop.signal:
-                    save(done)
+                    directory.save(done, learners)
                 if stop.signal and done < config.steps:
                     return Result(directory.path, finished=False, step=done, signal=stop.signal)
         evaluate(config.steps)
@@ -211,9 +209,7 @@ def _train(directory: run.Run, config: Config, learners: list[Learner], start: i
     bits = {a.policy: _weight_bits(a) for a in learners}
     rows = result.table(bits, run.read_metrics(directory.path))
     done = Result(directory.path, finished=True, step=config.steps, rows=rows)
-    with checkpoint.told("the report", kept=checkpoint.latest(directory.checkpoints)):
-        report.write(directory.path, done)
-        checkpoint.replace(directory.path / "result.json", done.to_json())  # last: where it is, the run is done
+    run.finish(directory, done, report.write)
     return done
 
 

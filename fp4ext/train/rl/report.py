@@ -8,7 +8,7 @@ from pathlib import Path
 from fp4ext.pages.chart import Line, chart
 from fp4ext.pages.page import figure, page, pairs, soft, table
 
-from .. import checkpoint
+from .. import disk
 from ..run import read_config, read_metrics
 from .display import HEADINGS, cells
 from .result import Result
@@ -23,7 +23,7 @@ ABOUT = (
 
 def write(out: Path, result: Result) -> None:
     """Write report.html into the run directory."""
-    checkpoint.replace(out / "report.html", render(read_config(out), read_metrics(out), result).encode())
+    disk.replace(out / "report.html", render(read_config(out), read_metrics(out), result).encode())
 
 
 def render(config: dict, metrics: list[dict], result: Result) -> str:

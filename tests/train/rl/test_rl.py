@@ -114,7 +114,7 @@ def test_batch_shapes_do_not_matter(task):
 
 def test_it_learns(task, start, tmp_path):
     """From about a half, by guessing, towards 1; and the rows say so."""
-    done = reinforce(small(None, source=start, arms=["matched"], steps=30, prompts=16, lr=2e-3), tmp_path / "rl")
+    done = reinforce(small(task, source=start, arms=["matched"], steps=30, prompts=16, lr=2e-3), tmp_path / "rl")
     (row,) = done.rows
     assert done.finished and row.max_abs_d == 0 and row.ess == 1 and row.weight_bits < 4.6
     assert 0.2 < row.reward_before < 0.7 and row.reward_after > row.reward_before + 0.2
@@ -129,13 +129,13 @@ def timeless(path):
     return [{k: v for k, v in line.items() if k not in ("seconds", "perf/tokens_per_second")} for line in lines]
 
 
-def test_stopped_and_resumed_is_the_same_run(start, tmp_path):
-    config = small(None, source=start, arms=["matched", "tis", "quantized_backward"], steps=5, kl_coef=0.01)
+def test_stopped_and_resumed_is_the_same_run(start, task, tmp_path):
+    config = small(task, source=start, arms=["matched", "tis", "quantized_backward"], steps=5, kl_coef=0.01)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     reinforce(config, whole)
     stopped = reinforce(config, cut, InterruptAt(3))
     assert not stopped.finished and stopped.step == 3 and stopped.signal == signal.SIGINT
-    assert resume(cut).finished
+    assert resume(cut, task_file=task).finished
     assert timeless(cut) == timeless(whole)
     ours, theirs = (checkpoint.load(path / "checkpoints")[1] for path in (cut, whole))
     for name, tensors in theirs.items():
@@ -144,14 +144,14 @@ def test_stopped_and_resumed_is_the_same_run(start, tmp_path):
 
 def test_refuses_what_changed(start, task, tmp_path):
     out = tmp_path / "rl"
-    reinforce(small(None, source=start, arms=["bf16"], steps=3), out, InterruptAt(1))
+    reinforce(small(task, source=start, arms=["bf16"], steps=3), out, InterruptAt(1))
     with open(task, "a") as file:
         file.write("\n# another reward\n")
     with pytest.raises(Refused, match="its task .* has changed"):
-        resume(out)
+        resume(out, task_file=task)
 
 
-def test_refuses_a_task_that_does_not_fit(start, tmp_path):
+def test_refuses_a_task_that_does_not_fit(start, task, tmp_path):
     long = tmp_path / "long_task.py"
     long.write_text(TASK.replace("int(rng.integers(1, 6))", "14"))
     with pytest.raises(Refused, match="prompts of 15 bytes and answers of 3; accepted by .*: less than 16 together"):
@@ -190,39 +190,40 @@ def test_the_command_refuses_in_one_line(capsys, tmp_path, monkeypatch, argv, wo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command(capsys, start, tmp_path, monkeypatch):
+def test_the_command(capsys, start, task, tmp_path, monkeypatch):
     """Lines while it goes on, a table at the end; resuming a finished run says the same again."""
     out = tmp_path / "rl"
-    argv = ["--from", start, "--arms", "matched", "--steps", "2", "--prompts", "4", "--group", "2", "--threads", "1"]
+    argv = f"--from {start} --task {task} --arms matched --steps 2 --prompts 4 --group 2 --threads 1".split()
     assert main(["rl", *argv, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "reward on the evaluation's prompts: matched" in said and "report:" in said
-    assert main(["rl", "--resume", str(out)]) == 0
+    assert main(["rl", "--resume", str(out), "--task", task]) == 0
     config = json.loads((out / "config.json").read_text())
-    assert config["command"].startswith(f"python -m fp4ext rl --from {start}") and config["run"]["task"].endswith(".py")
+    assert config["command"].startswith(f"python -m fp4ext rl --from {start} --arms matched --task {task}")
+    assert config["run"]["task"] == task
     with pytest.raises(SystemExit):
         main(["rl", *argv, "--out", str(out)])
     assert f"--resume {out}" in capsys.readouterr().err
 
 
-def test_a_policy_of_ones_own(start, tmp_path):
+def test_a_policy_of_ones_own(start, task, tmp_path):
     """From a file, as `audit` writes it: the run keeps it, and its sampler and trainer agree to the bit."""
     mine = fp4ext.policies.get("nvidia").with_(name="mine", keep=("lm_head", "*.down"))
     file = tmp_path / "mine.json"
     file.write_text(fp4ext.policy_file.dumps(mine, form="json"))
-    config = small(None, source=start, arms=["matched"], policy=str(file), steps=2, save_every=1)
+    config = small(task, source=start, arms=["matched"], policy=str(file), steps=2, save_every=1)
     assert config.policy == "mine" and config.chosen == mine
     stopped = reinforce(config, tmp_path / "rl", InterruptAt(1))
     file.unlink()
-    assert not stopped.finished and resume(tmp_path / "rl").rows[0].max_abs_d == 0
+    assert not stopped.finished and resume(tmp_path / "rl", task_file=task).rows[0].max_abs_d == 0
     said = json.loads((tmp_path / "rl" / "config.json").read_text())
     assert f"--policy {file}" in said["command"] and said["run"]["policy"] == "mine"
     for argv, words in (([str(file)], "No such file"), (["x.toml"], "policy file x.toml")):
         with pytest.raises(Refused, match=f"--policy: .*{words}"):
-            small(None, source=start, policy=argv[0])
+            small(task, source=start, policy=argv[0])
     file.write_text(fp4ext.policy_file.dumps(mine.with_(name="nvidia"), form="json"))
     with pytest.raises(Refused, match="names its policy 'nvidia'; accepted: a name of its own"):
-        small(None, source=start, policy=str(file))
+        small(task, source=start, policy=str(file))
 
 
 def test_help_teaches(capsys):
@@ -241,4 +242,4 @@ def test_without_a_start_it_makes_one(task, tmp_path, monkeypatch):
     show = InterruptAt(4)
     show.pretraining = lambda: show
     assert not reinforce(config, out, show).finished and not (out / "start" / "result.json").exists()
-    assert resume(out).finished and (out / "start" / "report.html").exists()
+    assert resume(out, task_file=task).finished and (out / "start" / "report.html").exists()
