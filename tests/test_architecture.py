@@ -25,7 +25,7 @@ ORDER = """
     gemm attention
     grouped
     recipe
-    policy
+    policy names uncalled
     activation policy_file
     policies
     linear
@@ -34,6 +34,7 @@ ORDER = """
     quantized
     packed
     noise
+    decision
     convert
     backends
     fp4ext
