@@ -122,8 +122,8 @@ def run(m, *arguments):
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
 @pytest.mark.parametrize("name", [*MODELS, *ALONE])
 def test_plain_experts_compute_what_they_did(name, dtype, bound):
-    """Of our class, with nothing quantized: outputs and gradients; difference over the largest: fp32 sums of 64 terms in
-    another order, or four roundings to bf16, 2⁻⁸ each, that eager experts make and these do not."""
+    """Of our class, with nothing quantized: outputs and gradients; difference over the largest: fp32 sums of 64 terms
+    in another order, or four roundings to bf16, 2⁻⁸ each, that eager experts make and these do not."""
     m = experts(name, dtype)
     arguments = given(m, dtype=dtype)
     wanted = run(m, *arguments)
