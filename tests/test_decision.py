@@ -50,7 +50,8 @@ LAYERS = [f"layers.{i}.{part}" for i in range(4) for part in ("up", "down")]
 @pytest.mark.parametrize(
     "head",
     ["lm_head", "output", "score", "classifier", "qa_outputs", "embed_out", "pooler.dense", "head", "itm_head",
-     "lm_loss", "cls.predictions.transform.dense", "classifier.out_proj", "classification_head.dense", "bert.pooler.dense",
+     "lm_loss", "cls.predictions.transform.dense", "classifier.out_proj", "classification_head.dense",
+     "bert.pooler.dense",
      "lm_heads.3", "vocab_projector", "codec_head", "class_labels_classifier", "bbox_predictor", "output_projection"],
 )  # fmt: skip
 def test_heads_are_kept_by_the_names_that_they_have_in_transformers(head):
