@@ -34,7 +34,7 @@ ORDER = """
     quantized
     packed
     noise
-    decision
+    decision described
     convert
     backends
     fp4ext

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .. import formats, policies, policy_file, stacked
+from .. import described, formats, policies, policy_file, stacked
 from ..convert import CONVERTED
 from ..decision import by_names_alone, decide
 from ..experts import Experts
@@ -65,7 +65,7 @@ def choose(src: Source, policy: Policy | Spec | str | None, layout: Layout) -> C
     plain = [n for n in src.names() if src.format(n) is None]
     model, by = getattr(src, "model", None), "the modules of the model"
     if model is None and plain:
-        model, by = module.behind(src.config, src.names())
+        model, by = described.by_class(src.config, len(src.names()))
     made = Chosen(by=by, policy=None if isinstance(policy, Spec) or _is_key(policy) else used)
     made.spec_of = lambda name: used.recipe("rl_sampler", naming.module(name)).fprop.w
     known = {} if model is None else _owners(model, src, plain)

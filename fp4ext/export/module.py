@@ -1,13 +1,11 @@
-"""A module as a source of `save`, under the names of its checkpoint; and the module behind a checkpoint's names."""
+"""A module as a source of `save`, under the names of its checkpoint."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-import warnings
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +18,6 @@ from .checkpoint import Checkpoint
 from .source import FromCheckpoint, InMemory, Source
 from .stored import Stored
 
-LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 PACKED = (QuantizedLinear, QuantizedExperts, QuantizedStacked)
 
 
@@ -69,46 +66,6 @@ def weights_of(model: nn.Module) -> dict[str, Tensor | QTensor]:
             own |= {leaf: b for leaf, b in buffers.items() if leaf not in module._non_persistent_buffers_set}
         weights |= {f"{dot}{leaf}": own[leaf].detach() for leaf in sorted(own)}
     return weights
-
-
-def behind(config: dict, names: list[str]) -> tuple[nn.Module | None, str]:
-    """(the model that a config.json describes, on the meta device, or None; how that was found out).
-
-    Only a class that transformers itself has is built, and of no more layers than the checkpoint has tensors.
-    """
-    said = config.get("architectures")
-    name = said[0] if isinstance(said, list) and said and isinstance(said[0], str) else None
-    if name is None or not isinstance(config.get("model_type"), str):
-        return None, "config.json names no class of transformers"
-    try:
-        import transformers
-    except ImportError:
-        return None, f"transformers, which has {name}, is not installed"
-    layers = [v for k, v in _numbers(config) if k in LAYERS]
-    if any(count > len(names) for count in layers):
-        return None, f"config.json says {max(layers)} layers, and there are {len(names)} tensors"
-    kind = getattr(transformers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        return None, f"transformers {transformers.__version__} has no {name}"
-    try:
-        with tempfile.TemporaryDirectory(prefix="fp4ext-") as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            Path(folder, "config.json").write_text(json.dumps(config))
-            read = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            with torch.device("meta"):
-                made = kind(read)
-    except Exception as error:  # whatever a class makes of a stranger's config
-        return None, f"{name} of transformers cannot be built ({type(error).__name__}: {error})"
-    return made, f"{name} of transformers {transformers.__version__}"
-
-
-def _numbers(config: dict, depth: int = 4):
-    """(key, value) of the whole numbers in a config and in those inside it."""
-    for key, value in config.items():
-        if isinstance(value, int):
-            yield key, value
-        elif isinstance(value, dict) and depth:
-            yield from _numbers(value, depth - 1)
 
 
 def _taken(parts: list[origin.Part], weights: dict[str, QTensor]) -> Stored:
