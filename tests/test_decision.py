@@ -260,3 +260,15 @@ def test_a_layer_that_fails_leaves_the_model_as_it_was(before, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         convert(m, "nvidia")
     assert {n: (type(x), vars(x)) for n, x in m.named_modules()} == kinds
+
+
+def test_a_packed_copy_follows_a_model_that_is_wrapped_otherwise():
+    m = Model()
+    convert(m, "nvidia")
+    packed = fp4ext.pack(torch.compile(m, backend="eager"))
+    with torch.no_grad():
+        m.layers[0].up.weight.mul_(2)
+    fp4ext.refit(packed, m)
+    x = torch.randn(4, 64)
+    with torch.no_grad(), fp4ext.stage("rl_sampler"):
+        assert torch.equal(packed._orig_mod(x), m(x))
