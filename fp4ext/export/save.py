@@ -261,13 +261,17 @@ class _Job:
 
     def _warn(self, written: Written) -> None:
         """What a reader of this checkpoint gets wrong."""
-        experts = [n for n, fmt in written.formats.items() if fmt == "nvfp4" and naming.SEPARATE.match(n)]
-        if experts and self.layout.name == "compressed-tensors":
-            self.report.warnings.append(
-                f"transformers (seen in 5.24) drops weight_global_scale of {len(experts)} experts' matrices in NVFP4 "
-                f"({experts[0]}, …) and then computes with wrong weights. vLLM and fp4ext.export.load read them right; "
-                "for transformers, write experts in MXFP8 or MXFP4 (a rule of the policy)"
-            )
+        experts = {fmt: name for name, fmt in sorted(written.formats.items()) if naming.SEPARATE.match(name)}
+        wrong = {
+            "nvfp4": "drops their weight_global_scale and computes with wrong weights, without a word",
+            "mxfp8": "cannot open them",
+        }
+        for fmt, name in experts.items() if self.layout.name == "compressed-tensors" else ():
+            if fmt in wrong:
+                self.report.warnings.append(
+                    f"experts in {fmt} ({name}, …): transformers (seen in 5.24) {wrong[fmt]}. fp4ext.export.load reads "
+                    "them right; a reader in transformers needs the whole model in mxfp4"
+                )
 
     def _write(self, writer: Writer, written: Written, name: str, weight: Stored | Tensor) -> None:
         if isinstance(weight, Tensor):
