@@ -1,32 +1,33 @@
 """convert: make a model's linear layers quantize by a policy, in place, and say what was done and what was left.
 
-A converted layer is the same object with the same parameters and hooks; only its class changes, from nn.Linear to
-fp4ext.Linear; so do the stacked experts of transformers' models (stacked.py). So optimizers, state_dicts and sharding
-don't notice, and `revert` has nothing to copy. fp4ext.Experts has no plain class: its policy changes, and under the
-policy bf16 it is plain.
+What is converted is decided in decision.py. A converted layer is the same object with the same parameters and hooks;
+only its class changes, from nn.Linear to fp4ext.Linear; so do the stacked experts of transformers' models (stacked.py).
+So optimizers, state_dicts and sharding don't notice, and `revert` has nothing to copy. fp4ext.Experts has no plain
+class: its policy changes, and under the policy bf16 it is plain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
-from . import policies, stacked
+from . import names, policies, stacked
+from .decision import Filter, decide
 from .experts import Experts
 from .linear import Linear
 from .policy import Policy
 from .stages import check_stage
 
-Filter = Callable[[str, nn.Module], bool]
 CONVERTED = (Linear, Experts, stacked.Stacked)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What convert did.
+    """What convert did. Names are those of the model's author, without wrappers ("_orig_mod.", DDP's "module.").
 
     Attributes:
         policy: the policy's name.
@@ -51,52 +52,69 @@ def convert(model: nn.Module, policy: Policy | str = "end_to_end", filter: Filte
 
     Args:
         model: any module; the parameters stay the same objects.
-        policy: a Policy or the name of one. Modules that it keeps (by name, or as the last layers) are left.
+        policy: a Policy or the name of one. Modules that it keeps (by name, or as the last blocks) are left.
         filter: called with the name and module of each; False leaves it.
 
     Returns:
         A Report. A model that is already converted is converted anew.
 
     Raises:
-        ValueError: an unknown policy. TypeError: model is not a module.
+        ValueError: an unknown policy. TypeError: model is not a module. Whatever is raised, the model is as it was.
+
+    Warns:
+        UserWarning: the policy quantizes something, and no layer of the model can be converted.
     """
     _check_module(model)
     policy = policies.get(policy)
-    report = Report(policy.name)
-    candidates: list[str] = []
-    modules = dict(model.named_modules())
-    shared = _shared_weights(model)
-    for name, module in modules.items():
-        why = _why_left(name, module, policy, filter, shared)
-        if why:
-            report.left[name] = why
-        elif type(module) in (nn.Linear, Linear, Experts) or stacked.is_stacked(module):
-            candidates.append(name)
-    kept = round(len(candidates) * policy.keep_last)
-    for name in candidates[len(candidates) - kept :]:
-        report.left[name] = f"among the last {policy.keep_last:.0%} of layers, which the policy keeps in BF16"
-    for name in report.left:
-        _revert(modules[name])
-    for name in candidates[: len(candidates) - kept]:
-        if stacked.is_stacked(modules[name]):
-            stacked.swap(modules[name])
-        elif not isinstance(modules[name], Experts):
-            modules[name].__class__ = Linear
-        modules[name].set_policy(policy, name)
-        report.converted.append(name)
+    decision = decide(model, policy, filter)
+    modules = dict(names.named_modules(model))
+    report = Report(policy.name, decision.chosen, decision.left)
+    with restored(modules.values(), only_after_an_error=True):
+        for name in decision.left:
+            _revert(modules[name])
+        for name in decision.chosen:
+            _convert(modules[name], policy, name)
     for name, module in modules.items():
         if isinstance(module, nn.TransformerEncoderLayer) and Linear in map(type, module.children()):
             report.left[name] = (
                 "its fast path, which torch takes in eval without gradients, does not call the layers inside; "
                 "torch.backends.mha.set_fastpath_enabled(False) closes it"
             )
+    if not report.converted and policy.quantizes:
+        warnings.warn(nothing_converted(report), stacklevel=2)
     return report
+
+
+def nothing_converted(report: Report) -> str:
+    """Says that a policy took no layer of a model, and the reasons, the most frequent first."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in report.left.items():
+        reasons.setdefault(why, []).append(name or "(the model itself)")
+    most = sorted(reasons.items(), key=lambda item: -len(item[1]))[:3]
+    said = "; ".join(f"{len(found)} of them ({found[0]}, …): {why}" for why, found in most)
+    return f"policy {report.policy} converts no layer of this model; {said or 'it has no module with matrices'}"
+
+
+@contextmanager
+def restored(modules: Iterable[nn.Module], only_after_an_error: bool = False) -> Iterator[None]:
+    """Modules whose classes and attributes are afterwards what they were; or only if what is done inside raises."""
+    before = [(m, m.__class__, dict(m.__dict__)) for m in modules]
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        for module, kind, attributes in () if done and only_after_an_error else before:
+            module.__class__ = kind
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
 
 
 def revert(model: nn.Module) -> list[str]:
     """Make each converted layer what it was (fp4ext.Experts: plain) again, in place; the names of those that were."""
     _check_module(model)
-    return [name for name, module in model.named_modules() if _revert(module)]
+    return [name for name, module in names.named_modules(model) if _revert(module)]
 
 
 def set_step(model: nn.Module, step: int) -> None:
@@ -137,52 +155,12 @@ def _check_module(model: nn.Module) -> None:
         raise TypeError(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
 
 
-def _why_left(
-    name: str, module: nn.Module, policy: Policy, filter: Filter | None, shared: dict[int, list[str]]
-) -> str | None:
-    """Why a module with matrices stays as it is.
-
-    None for one that can be converted, or that has no matrices of its own.
-    """
-    parameters = list(module.parameters(recurse=False))
-    kind = type(module).__name__
-    if any(map(nn.parameter.is_lazy, parameters)):
-        return f"{kind} has no shape yet: run a batch through the model first"
-    if not isinstance(module, nn.Linear) and not any(p.dim() >= 2 for p in parameters):
-        return None
+def _convert(module: nn.Module, policy: Policy, name: str) -> None:
     if stacked.is_stacked(module):
-        if why := stacked.why_not(module):
-            return why
-    elif type(module) not in (nn.Linear, Linear, Experts):
-        for base, called in ((nn.Linear, "nn.Linear"), (Experts, "fp4ext.Experts")):
-            if isinstance(module, base):
-                return f"{kind} is a subclass of {called}, and may compute something else"
-        if hasattr(module, "num_experts") and any(p.dim() == 3 for p in parameters):
-            return f"{kind} has stacked weights, but does not say as transformers' experts do how it computes"
-        return f"{kind} has no 4-bit form here"
-    matrices = [p for p in parameters if p.dim() >= 2]
-    for w in matrices:
-        if w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"its weight is {w.dtype}; accepted: float32, bfloat16, float16"
-    if "forward" in vars(module):
-        return "its forward is replaced on the object, and would be called instead"
-    others = [other for w in matrices for other in shared.get(id(w), []) if other != name]
-    if others:
-        return f"it shares its weight with {', '.join(others)}"
-    if policy.keeps(name):
-        return "the policy keeps modules of this name in BF16"
-    if filter is not None and not filter(name, module):
-        return "the filter refused it"
-    return None
-
-
-def _shared_weights(model: nn.Module) -> dict[int, list[str]]:
-    """For each parameter, the modules that own it."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            owners.setdefault(id(p), []).append(name)
-    return owners
+        stacked.swap(module)
+    elif not isinstance(module, Experts):
+        module.__class__ = Linear
+    module.set_policy(policy, name)
 
 
 def _revert(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from .experts import Experts
 from .grouped import grouped_quantize
 from .linear import Linear
+from .names import named_modules
 from .qtensor import QTensor
 from .quantize import quantize
 from .quantized import QuantizedExperts, QuantizedLinear, QuantizedStacked
@@ -64,8 +65,8 @@ def refit(packed: nn.Module, model: nn.Module) -> None:
     Raises:
         ValueError: a module of the copy that the model lacks.
     """
-    modules = dict(model.named_modules())
-    for name, module in packed.named_modules():
+    modules = dict(named_modules(model))
+    for name, module in named_modules(packed):
         if name not in modules:
             raise ValueError(f"the model has no {name!r}; accepted: the model that was packed")
         theirs = modules[name]

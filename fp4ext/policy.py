@@ -13,6 +13,35 @@ from fnmatch import fnmatchcase
 from .recipe import Fprop, Recipe
 from .stages import STAGES, check_stage
 
+# What stays in BF16 by default, by name: heads, routers, and what is as small and as delicate.
+KEEP = (
+    # heads, by the names that they have in transformers' models
+    *("lm_head", "output", "head", "*_head", "lm_heads.*", "*.lm_heads.*", "embed_out", "score", "qa_outputs"),
+    *(
+        "classifier",
+        "*_classifier",
+        "*classifier.*",
+        "*_head.*",
+        "*pooler.*",
+        "cls.*",
+        "*_predictor",
+        "seq_relationship",
+    ),
+    *(
+        "output_projection",
+        "vocab_projector",
+        "vocab_transform",
+        "lm_loss",
+        "logits_proj",
+        "logits_dense",
+        "class_embed",
+    ),
+    # routers, whole, and gates of one column or of a whole expert
+    *("*router*", "gate", "*.gate.wg", "*shared_expert_gate"),
+    # attention sinks, the projections that make the taps of a convolution, the step sizes of a state space
+    *("*sink_proj", "*.sconv.*", "dt_proj"),
+)
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -23,10 +52,13 @@ class Policy:
         pretrain: the recipe of the pretraining stage.
         rl_sampler, rl_trainer: those of the RL stages; default: the sampler has pretrain's fprop, the trainer the
             sampler's fprop and a BF16 backward.
-        keep: patterns (as in a shell) of module names, or of their last parts, that stay in BF16; by default heads,
-            routers, and what is as small and as delicate: a shared expert's gate, attention sinks, the projections that
-            make the taps of a convolution.
-        keep_last: share of the layers, counted from the last, that stay in BF16 (0.15 in NVIDIA's recipe).
+        keep: patterns (as in a shell) of module names, or of their last parts, that stay in BF16; default: KEEP. A
+            model's head and the parts of its routers, where its class shows them, are kept wherever "lm_head" and
+            "router" are. `keep=(*KEEP, …)` adds to the default, as `keep_also` does in a policy file.
+        keep_last: share of the blocks, counted from the last, that stay in BF16 (0.15 in NVIDIA's recipe). A block is
+            what a module's name says up to its first number ("model.layers.3"), or the module itself where there is
+            none; blocks are counted in the model's order, those of all stacks (encoder, decoder) in one row. The share
+            is rounded, and is at least one block where it is above 0; a block is never cut.
         rules: (pattern, recipe) pairs that replace `pretrain` for matching modules; the first match counts. In the RL
             stages such a module has its recipe's fprop, with an outer scale a row, and a BF16 backward.
         bf16_forward_from: the step from which fprop runs in BF16, which recovers most of a run's late gap; None: never.
@@ -38,7 +70,7 @@ class Policy:
     pretrain: Recipe = Recipe()
     rl_sampler: Recipe | None = None
     rl_trainer: Recipe | None = None
-    keep: tuple[str, ...] = ("lm_head", "output", "router", "gate", "shared_expert_gate", "sink_proj", "*.sconv.*")
+    keep: tuple[str, ...] = KEEP
     keep_last: float = 0.0
     rules: tuple[tuple[str, Recipe], ...] = ()
     bf16_forward_from: int | None = None
@@ -51,7 +83,7 @@ class Policy:
         if not 0 <= self.keep_last <= 1:
             raise ValueError(f"keep_last is {self.keep_last}; accepted: a share from 0 to 1")
         if isinstance(self.keep, str) or not all(isinstance(pattern, str) for pattern in self.keep):
-            raise TypeError(f'keep is {self.keep!r}; accepted: a tuple of patterns, e.g. ("lm_head", "*.router")')
+            raise TypeError(f'keep is {self.keep!r}; accepted: a list of patterns, e.g. ("lm_head", "*.router")')
         if not all(isinstance(rule, tuple) and list(map(type, rule)) == [str, Recipe] for rule in self.rules):
             raise TypeError(f"rules is {self.rules!r}; accepted: (pattern, Recipe) pairs")
         for what in ("pretrain", "rl_sampler", "rl_trainer"):
@@ -82,6 +114,12 @@ class Policy:
     def keeps(self, name: str) -> bool:
         """Whether the module of that name stays in BF16 whatever the stage."""
         return any(matches(name, pattern) for pattern in self.keep)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the policy quantizes anything, in any stage, in modules of any name."""
+        everywhere = (self.pretrain, self.rl_sampler, self.rl_trainer, *(recipe for _, recipe in self.rules))
+        return any(recipe is not None and recipe.quantizes for recipe in everywhere)
 
     def log_stats(self, every: int = 50) -> Policy:
         """A copy whose quantizers are watched while training: see fp4ext.audit.Monitor."""

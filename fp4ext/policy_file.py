@@ -1,7 +1,7 @@
 """A Policy as a file, TOML or JSON: what `audit` writes, and pretrain and convert take where a policy's name stands.
 
     name = "mine"
-    keep = ["lm_head"]
+    keep_also = ["layers.0.*"]                         # added to the default; `keep` would replace it
 
     [pretrain.fprop]
     x = "nvfp4/sweep"                                  # a Spec's key; trailing parts may be left out
@@ -26,7 +26,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from . import files
-from .policy import Policy
+from .policy import KEEP, Policy
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
 
@@ -73,7 +73,7 @@ def load(path: str | Path) -> Policy:
 def from_dict(data: dict) -> Policy:
     """The policy of what a file holds. Raises ValueError or TypeError for what is none."""
     values = {key: value for key, value in data.items() if key != "why"}
-    known = {field.name for field in fields(Policy)}
+    known = {field.name for field in fields(Policy)} | {"keep_also"}
     _known("a policy", values, known)
     for name, (good, accepted) in VALUES.items():
         if name in values and not good(values[name]):
@@ -81,8 +81,10 @@ def from_dict(data: dict) -> Policy:
     for stage in RECIPES:
         if stage in values:
             values[stage] = _recipe(stage, values[stage])
-    if "keep" in values:
-        values["keep"] = tuple(values["keep"])
+    for key in ("keep", "keep_also"):
+        if key in values:
+            values[key] = _patterns(key, values[key])
+    values["keep"] = (*values.get("keep", KEEP), *values.pop("keep_also", ()))
     rules = []
     for i, rule in enumerate(values.get("rules", ())):
         _known(f"rules[{i}]", rule, {"pattern", "recipe", "why"})
@@ -95,8 +97,13 @@ def from_dict(data: dict) -> Policy:
 
 
 def to_dict(policy: Policy) -> dict:
-    """What a file of the policy holds; from_dict gives an equal policy."""
-    out: dict = {"name": policy.name, "keep": list(policy.keep)}
+    """What a file of the policy holds; from_dict gives an equal policy.
+
+    A `keep` that starts with the default is written as what it adds, `keep_also`; any other as a whole.
+    """
+    adds = policy.keep[: len(KEEP)] == KEEP
+    out: dict = {"name": policy.name}
+    out |= {"keep_also": list(policy.keep[len(KEEP) :])} if adds else {"keep": list(policy.keep)}
     for name in ("keep_last", "bf16_forward_from", "mean_split", "stats_every"):
         value = getattr(policy, name)
         if value:
@@ -123,7 +130,7 @@ def dumps(policy: Policy, why: dict[str, str] | None = None, form: str = "toml")
     lines = [f"# {reason}" for reason in [why.get("")] if reason]
     for key, value in data.items():
         if key not in (*RECIPES, "rules"):
-            lines += _line(key, value, why.get(key))
+            lines += _line(key, value, why.get("keep" if key == "keep_also" else key))
     for stage in RECIPES:
         for gemm, operands in data.get(stage, {}).items():
             if not isinstance(operands, dict):
@@ -138,6 +145,12 @@ def dumps(policy: Policy, why: dict[str, str] | None = None, form: str = "toml")
         lines += _line("pattern", rule["pattern"], why.get(f"rules.{i}"))
         lines += [f"recipe = {_value(rule['recipe'])}"]
     return "\n".join(lines) + "\n"
+
+
+def _patterns(key: str, value) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
+        raise ValueError(f'{key} is {value!r}; accepted: a list of patterns, e.g. ["lm_head", "*.router"]')
+    return tuple(value)
 
 
 def _line(key: str, value, reason: str | None) -> list[str]:

@@ -160,8 +160,13 @@ class QuantizedStacked(Stacked):
     @classmethod
     def of(cls, module: nn.Module, x: Spec | None, w: Spec) -> nn.Module:
         """Those of a converted or plain module, its biases, activation and norm copied."""
+        packed = {name: grouped_quantize(stack_of(module, name), w, role="w") for name in names_of_stacks(module)}
+        return cls.holding(module, packed, x, w)
+
+    @classmethod
+    def holding(cls, module: nn.Module, packed: dict[str, QTensor], x: Spec | None, w: Spec | None = None) -> nn.Module:
+        """Those of a module, with stacks that are quantized already, [E, N, K] by name."""
         names = names_of_stacks(module)
-        packed = {name: grouped_quantize(stack_of(module, name), w, role="w") for name in names}
         # deepcopy takes what is in the memo for a copy that it has made already: no stack is copied.
         made = copy.deepcopy(module, {id(module._parameters[name]): None for name in names})
         made.__class__ = mixed(cls, plain_class(module))

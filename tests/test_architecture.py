@@ -27,7 +27,7 @@ ORDER = """
     recipe
     layer_ops
     stages
-    policy
+    policy names uncalled
     activation policy_file
     policies
     linear
@@ -36,6 +36,7 @@ ORDER = """
     quantized
     packed
     noise
+    decision described
     convert
     backends
     fp4ext

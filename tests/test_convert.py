@@ -5,10 +5,12 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import fp4ext
 from fp4ext import Policy, Recipe, Spec, convert, policies, revert
@@ -160,13 +162,17 @@ def zoo():
     m.norm, m.act = nn.LayerNorm(16), nn.GELU()
     m.parametrized = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
     m.normed = torch.nn.utils.spectral_norm(nn.Linear(16, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would have the new form
+        m.weight_normed = torch.nn.utils.weight_norm(nn.Linear(16, 16))
+    m.pruned = prune.random_unstructured(nn.Linear(16, 16), "weight", 0.5)
     m.good = nn.Linear(16, 16)
     return m
 
 
 def test_what_is_left_and_why():
     report = convert(zoo(), "nvidia")
-    assert report.converted == ["normed", "good"]
+    assert report.converted == ["good"]
     for name, why in {
         "embed": "Embedding has no 4-bit form here",
         "conv": "Conv2d has no 4-bit form here",
@@ -182,6 +188,9 @@ def test_what_is_left_and_why():
         "patched": "its forward is replaced on the object",
         "lm_head": "the policy keeps modules of this name in BF16",
         "parametrized": "ParametrizedLinear is a subclass of nn.Linear",
+        "normed": "its weight is computed from weight_orig before each call",
+        "weight_normed": "its weight is computed from weight_g, weight_v before each call",
+        "pruned": "its weight is computed from weight_orig before each call",
     }.items():
         assert report.left.pop(name).startswith(why), name
         assert f"left {name}: {why}" in str(convert(zoo(), "nvidia"))
@@ -216,12 +225,15 @@ def test_a_filter_that_raises_changes_nothing(model):
     assert not converted(model)
 
 
-@pytest.mark.parametrize("share, kept", [(0, 0), (0.15, 1), (0.25, 1), (0.5, 2), (1, 4)])
-def test_keep_last(model, share, kept):
+@pytest.mark.parametrize("share, kept", [(0, 0), (0.15, 1), (0.25, 1), (0.5, 1), (0.74, 1), (0.75, 2), (1, 2)])
+@pytest.mark.filterwarnings("ignore:policy nvidia converts no layer")
+def test_keep_last_counts_blocks(model, share, kept):
+    """Of two, rounded, at least one where it is asked for; a block is never cut in half."""
     report = convert(model, policies.get("nvidia").with_(keep_last=share))
-    assert report.converted == LAYERS[: 4 - kept] == converted(model)
-    for name in LAYERS[4 - kept :]:
-        assert report.left[name] == f"among the last {share:.0%} of layers, which the policy keeps in BF16"
+    at = 4 - 2 * kept
+    assert report.converted == LAYERS[:at] == converted(model)
+    for name in LAYERS[at:]:
+        assert report.left[name] == f"in the last {share:.0%} of blocks, which the policy keeps in BF16"
 
 
 def test_keep(model):
@@ -338,13 +350,13 @@ def test_storage_bits(model, policy):
 
 
 def test_storage_bits_are_weighted(model):
-    """By hand: 0.up has 64·32 weights and 32 inputs, 0.down 32·64 and 64; the rest is MXFP4."""
+    """By hand: 0.up is not converted, 0.down has 32·64 weights and 64 inputs in MXFP8; the rest is MXFP4."""
     four = Spec("mxfp4")
     rules = (("layers.0.up", Recipe()), ("layers.0.down", policies.get("mxfp8").pretrain))
     convert(model, Policy("p", Recipe(fp4ext.Fprop(four, four)), rules=rules))
     bits = fp4ext.storage_bits(model)
-    assert bits["weights"] == (16 + 8.25 + 4.25 + 4.25) / 4
-    assert bits["saved_activations"] == (16 * 32 + 8.25 * 64 + 4.25 * (32 + 64)) / (32 + 64 + 32 + 64)
+    assert bits["weights"] == (8.25 + 4.25 + 4.25) / 3
+    assert bits["saved_activations"] == (8.25 * 64 + 4.25 * (32 + 64)) / (64 + 32 + 64)
 
 
 def test_storage_bits_of_a_plain_model(model):
@@ -372,6 +384,7 @@ RANK = """
 import sys, torch, fp4ext
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 rank, file = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
 torch.manual_seed(0)

@@ -128,7 +128,7 @@ def test_bf16_forward_from():
 BAD = {
     "keep_last is 1.5; accepted: a share from 0 to 1": (ValueError, {"keep_last": 1.5}),
     "keep_last is nan; accepted: ": (ValueError, {"keep_last": float("nan")}),
-    "keep is 'lm_head'; accepted: a tuple of patterns": (TypeError, {"keep": "lm_head"}),
+    "keep is 'lm_head'; accepted: a list of patterns": (TypeError, {"keep": "lm_head"}),
     "keep is (1,); accepted: ": (TypeError, {"keep": (1,)}),
     "pretrain is 'nvidia'; accepted: a Recipe": (TypeError, {"pretrain": "nvidia"}),
     "pretrain is None; accepted: a Recipe": (TypeError, {"pretrain": None}),

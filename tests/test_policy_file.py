@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from fp4ext import Fprop, Recipe, Spec, policies, policy_file
+from fp4ext.policy import KEEP
+from fp4ext.policy_file import from_dict, load, to_dict
 
 ODD = policies.get("end_to_end").with_(
     name="odd",
@@ -130,3 +132,25 @@ def test_parts_of_a_key_and_bf16(tmp_path):
     path.write_text('{"pretrain": {"fprop": {"x": "nvfp4/sweep", "w": "bf16", "why": "a reason"}}}')
     policy = policy_file.load(path)
     assert policy.name == "short" and policy.pretrain == Recipe(Fprop(Spec("nvfp4", "sweep"), None))
+
+
+@pytest.mark.parametrize("suffix, text", [
+    pytest.param(".toml", 'keep_also = ["layers.0.*"]', marks=FORMS[1].marks),
+    (".json", '{"keep_also": ["layers.0.*"]}'),
+])  # fmt: skip
+def test_a_file_adds_to_what_is_kept(suffix, text, tmp_path):
+    """`keep` replaces the default, so that routers would be quantized."""
+    path = tmp_path / f"mine{suffix}"
+    path.write_text(text)
+    policy = load(path)
+    assert policy.keep == (*KEEP, "layers.0.*") and policy.keeps("mlp.router") and policy.keeps("layers.0.up")
+    assert from_dict(to_dict(policy)) == policy and to_dict(policy)["keep_also"] == ["layers.0.*"]
+    assert from_dict({"name": "a", "keep": ["b"], "keep_also": ["c"]}).keep == ("b", "c")
+
+
+@pytest.mark.parametrize("value", ["lm_head", [1], {"a": 1}, None])
+@pytest.mark.parametrize("key", ["keep", "keep_also"])
+def test_patterns_are_a_list(key, value):
+    """A text alone would become its letters."""
+    with pytest.raises(ValueError, match=f"{key} is .*; accepted: a list of patterns"):
+        from_dict({"name": "a", key: value})

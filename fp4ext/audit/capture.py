@@ -8,6 +8,7 @@ Their rows stay sorted by expert.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,19 +16,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..convert import Filter, convert
+from .. import stacked
 from ..convert import Report as Converted
+from ..convert import convert, restored
+from ..decision import Filter
 from ..experts import Experts, grouped_linear
 from ..linear import Linear, linear
+from ..names import named_modules
 from ..noise import is_mixture
 from ..policy import Policy
 from ..recipe import Recipe
-from ..stacked import Stacked
 from ..stages import STAGES
 
 Loss = Callable[[nn.Module, object], Tensor]
 MANY = 8  # times the tokens kept of a linear layer are kept of a layer of so many experts or more
-BARE = Policy("bare", keep=())
 
 
 @dataclass
@@ -94,15 +96,9 @@ class Layer:
 @contextmanager
 def under(model: nn.Module, policy: Policy | str, filter: Filter | None = None) -> Iterator[Converted]:
     """The model converted by a policy, for a time; afterwards every module is what it was."""
-    before = [(m, m.__class__, dict(m.__dict__)) for m in model.modules()]
-    try:
+    with restored(model.modules()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # who calls it says where nothing is converted
         yield convert(model, policy, filter)
-    finally:
-        for module, kind, attributes in before:
-            module.__class__ = kind
-            for name in module.__dict__.keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
 
 
 @contextmanager
@@ -118,15 +114,21 @@ def plain(model: nn.Module) -> Iterator[None]:
             module.recipes = recipes
 
 
-def bare(model: nn.Module):
+@contextmanager
+def bare(model: nn.Module) -> Iterator[None]:
     """The model with nothing quantized, for a time, its experts such that their products can be watched."""
-    return under(model, BARE, lambda name, module: not isinstance(module, nn.Linear))
+    with restored(model.modules()), plain(model):
+        for name, module in named_modules(model):
+            if stacked.is_stacked(module) and stacked.why_not(module) is None:
+                stacked.swap(module)
+                module.set_policy("bf16", name)
+        yield
 
 
 def layers_of(model: nn.Module) -> dict[str, str]:
     """Layer → module of the layers that a converted model has; the experts of a mixture are two."""
     found = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if type(module) is Linear:
             found[name] = name
         elif is_mixture(module):
@@ -139,7 +141,7 @@ def joined(module: str, stack: str) -> str:
     return f"{module}.{stack}" if module else stack
 
 
-def watched(module: Experts | Stacked, see: Callable[[str, Tensor, Tensor, Tensor], None]) -> None:
+def watched(module: Experts | stacked.Stacked, see: Callable[[str, Tensor, Tensor, Tensor], None]) -> None:
     """Have `see` called with the stack's name, x [T, K], offsets and y [T, N] of each product of experts, until `under`
     or the caller takes the attribute `product` off the module again."""
     own = module.product
@@ -197,7 +199,7 @@ def capture(
     batches = list(batches)
     if not batches:
         raise ValueError("batches is empty; accepted: one or more batches")
-    modules, layers = dict(model.named_modules()), {}
+    modules, layers = dict(named_modules(model)), {}
     share = max(1, tokens // len(batches))
     look = _Look(share, dtype, torch.Generator().manual_seed(seed))
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -12,13 +12,18 @@ the tensor cores, at the rate of their widest operand. What is not a converted l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .. import policies
+from torch import nn
+
+from .. import described, policies
+from ..decision import by_names_alone, decide
+from ..names import named_modules
 from ..policy import Policy
 from ..spec import Spec
+from ..stacked import is_stacked, names_of_stacks, stack_of
 from ..stages import check_stage
 from .calibrate import Here
 from .machines import Machine
@@ -57,6 +62,9 @@ class Shape:
         layers, d, heads, kv_heads, head_dim, ffn, context, vocab: its sizes; `ffn` is the inner width of SwiGLU.
         experts, top_k, expert_ffn: of a mixture in every block: how many experts, how many of them a token meets, and
             their inner width; `ffn` is then that of the expert that all tokens share, 0 where there is none.
+        attending: how many layers attend; 0: all. kv_width: what such a layer keeps of a token, elements; 0: keys and
+            values of kv_heads.
+        model: the model itself, on the meta device, whose layers and parameters then count instead of these sizes.
     """
 
     name: str
@@ -71,10 +79,15 @@ class Shape:
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
+    attending: int = 0
+    kv_width: int = 0
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     @property
     def matrices(self) -> list[Matrix]:
-        """The linear layers of all blocks; q, k, v share one matrix, and gate and up another."""
+        """The linear layers of all blocks. Without a model q, k, v share one matrix, and gate and up another."""
+        if self.model is not None:
+            return list(_matrices(self.model, self.top_k))
         dim = self.head_dim or self.d // self.heads
         q, kv = self.heads * dim, (self.kv_heads or self.heads) * dim
         sizes = [("attention.qkv", q + 2 * kv, self.d), ("attention.out", self.d, q)]
@@ -93,13 +106,18 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Embedding and head counted, apart; routers too."""
+        """Embedding and head counted, apart, without a model; routers too."""
+        if self.model is not None:
+            return sum(p.numel() for p in self.model.parameters())
         rest = 2 * self.vocab + 2 * self.layers + 1 + self.layers * self.experts
         return self.linear_parameters + rest * self.d
 
     @classmethod
     def read(cls, source: str | Path) -> Shape:
         """The shape in a config.json (of transformers or of a run), or in a folder that holds one.
+
+        Where transformers is installed and makes a causal model of the config, that model is counted, built on the meta
+        device.
 
         Raises:
             ValueError: it cannot be read, or lacks a size; the message says which.
@@ -112,6 +130,9 @@ class Shape:
             raise ValueError(
                 f"{source}: cannot be read ({error}); accepted: a config.json with a model's sizes"
             ) from None
+        model = described.causal(config)
+        if model is not None:
+            return cls._of(model, config.get("_name_or_path") or config["model_type"])
         config = config.get("text_config", config)
         if isinstance(config.get("run"), dict):  # a run of fp4ext
             config = config["run"]["preset"]["shape"] | {"name": config["run"]["preset"]["name"]}
@@ -127,6 +148,47 @@ class Shape:
                 raise ValueError(f"{file}: {' or '.join(names)} is {value!r}; accepted: a whole number from {least}")
             found[field_] = value
         return cls(**found)
+
+    @classmethod
+    def _of(cls, model: nn.Module, name: str) -> Shape:
+        """That of a model of transformers."""
+        config = model.config
+        get = lambda *names: next((v for n in names if isinstance(v := getattr(config, n, None), int)), 0)  # noqa: E731
+        kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
+        layers, heads = get("num_hidden_layers") or len(kinds), get("num_attention_heads")
+        latent = get("kv_lora_rank")
+        dim = get("qk_head_dim") if latent else get("head_dim") or (get("hidden_size") // heads if heads else 0)
+        attends = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
+        attending = len(attends) if kinds else layers * bool(heads)
+        return cls(
+            name=name,
+            layers=layers,
+            d=get("hidden_size"),
+            heads=heads or 1,
+            ffn=get("intermediate_size", "ffn_dim", "n_inner"),
+            context=get("max_position_embeddings", "n_positions") or 8192,
+            vocab=config.vocab_size,
+            kv_heads=get("num_key_value_heads"),
+            head_dim=dim,
+            experts=get(*EXPERTS),
+            top_k=get("num_experts_per_tok", "top_k_experts", "moe_k"),
+            expert_ffn=get("moe_intermediate_size"),
+            attending=attending or (0 if not kinds and heads else -1),
+            kv_width=latent + get("qk_rope_head_dim") if latent else 0,
+            model=model,
+        )
+
+
+def _matrices(model: nn.Module, top_k: int) -> Iterator[Matrix]:
+    """The linear layers of a model, by their names, but for its head; stacks of experts with how many a token meets."""
+    head = model.get_output_embeddings()
+    for name, module in named_modules(model):
+        if isinstance(module, nn.Linear) and module is not head:
+            yield Matrix(name, *module.weight.shape, 1)
+        elif is_stacked(module):
+            for stack in names_of_stacks(module):
+                experts, n, k = stack_of(module, stack).shape
+                yield Matrix(name, n, k, 1, experts, min(experts, top_k or experts))
 
 
 def _first(config: dict, names: Iterable[str]):
@@ -272,12 +334,11 @@ def cost(
     t = batch_tokens if decode else batch_tokens // gpus
     sums: dict[str, list[Term]] = {}
     weights = saved = 0.0
+    chosen = _chosen(shape, policy)
     for m in shape.matrices:
         for block in range(m.count):
-            recipe = (
-                policy.recipe(stage, f"blocks.{block}.{m.name}") if block < m.count - _kept(policy, m.count) else None
-            )
-            recipe = recipe or policies.get("bf16").pretrain
+            name = m.name if shape.model is not None else f"blocks.{block}.{m.name}"
+            recipe = policy.recipe(stage, name) if name in chosen else policies.get("bf16").pretrain
             met, tokens = m.spread(t)
             for op in of_layer(recipe, tokens, m.n, m.k, backward=not decode, weights_ready=decode):
                 name = op.gemm if op.kind == "gemm" else f"quantize, {op.gemm}"
@@ -287,7 +348,8 @@ def cost(
     terms = [_sum(name, parts) for name, parts in sums.items()]
     terms += _rest(shape, t, machine, efficiency, decode)
     if decode:
-        memory = {"weights": weights + 2 * shape.vocab * shape.d * 2, "keys and values": t * _kv(shape) * shape.context}
+        rest = shape.parameters - shape.linear_parameters
+        memory = {"weights": weights + 2 * rest, "keys and values": t * _kv(shape) * shape.context}
         return Cost(shape, policy.name, machine.name, gpus, t * gpus, terms, None, memory, machine.memory)
     p, share = shape.parameters, shape.parameters / gpus
     terms.append(_memory("optimizer", 28 * share, machine, efficiency))  # w, m, v, g read; w, m, v written; fp32
@@ -313,15 +375,23 @@ def _operations(op: Op) -> float:
     return op.work * (2.0 if key is None else arithmetic(Spec.parse(op.keys[key])))
 
 
-def _kept(policy: Policy, layers: int) -> int:
-    """How many of the last layers a policy keeps in BF16."""
-    return round(layers * policy.keep_last)
+def _chosen(shape: Shape, policy: Policy) -> set[str]:
+    """The layers that a policy quantizes, as convert decides it."""
+    if shape.model is not None:
+        return set(decide(shape.model, policy).chosen)
+    names = [f"blocks.{block}.{m.name}" for block in range(shape.layers) for m in shape.matrices]
+    return set(by_names_alone(list(dict.fromkeys(names)), policy).chosen)
+
+
+def _attending(shape: Shape) -> int:
+    """How many layers attend."""
+    return max(0, shape.attending) if shape.attending else shape.layers
 
 
 def _kv(shape: Shape) -> float:
     """Bytes of keys and values a token, BF16."""
     dim = shape.head_dim or shape.d // shape.heads
-    return 2 * 2.0 * shape.layers * (shape.kv_heads or shape.heads) * dim
+    return 2.0 * _attending(shape) * (shape.kv_width or 2 * (shape.kv_heads or shape.heads) * dim)
 
 
 def _sum(name: str, parts: list[Term]) -> Term:
@@ -339,8 +409,8 @@ def _rest(shape: Shape, t: int, machine: Machine, efficiency: float, decode: boo
     passes = 1 if decode else 3  # forward; and twice that for the backward
     dim = (shape.head_dim or shape.d // shape.heads) * shape.heads
     seen = shape.context if decode else shape.context / 2  # causal
-    attention = passes * 4.0 * t * seen * dim * shape.layers
-    traffic = t * seen * _kv(shape) if decode else passes * 2.0 * 4 * t * dim * shape.layers
+    attention = passes * 4.0 * t * seen * dim * _attending(shape)
+    traffic = t * seen * _kv(shape) if decode else passes * 2.0 * 4 * t * dim * _attending(shape)
     rate = machine.rate("bf16") * efficiency
     spent = max(attention / rate, traffic / (machine.bandwidth * efficiency))
     binds = "tensor cores" if attention / rate >= spent else "memory"

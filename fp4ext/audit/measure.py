@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from .. import policies as known
+from ..convert import nothing_converted
 from ..noise import gradient_noise, weights
 from ..policy import Policy
-from .capture import BARE, Layer, Loss, capture, layers_of, loss_of, mean_loss, plain, under
+from .capture import Layer, Loss, capture, layers_of, loss_of, mean_loss, plain, under
 from .layer import judge
 from .operand import DRAWS
 from .report import Report
@@ -63,8 +64,9 @@ def audit(
             taken = {n: module for n, module in layers_of(model).items() if module in converted.converted}
             names[policy.name] = [n for n, module in taken.items() if policy.recipe("pretrain", module).quantizes]
             report.left[policy.name] = converted.left
-    with under(model, BARE):
-        everything = [n for n in layers_of(model) if any(n in taken for taken in names.values())]
+        if not names[policy.name] and policy.quantizes:
+            raise ValueError(nothing_converted(converted))
+    everything = list(dict.fromkeys(n for taken in names.values() for n in taken))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         _audit(report, model, batches, chosen, names, everything, loss, draws, tokens, dtype, progress)

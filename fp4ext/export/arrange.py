@@ -68,7 +68,7 @@ def stack(experts: str, parts: dict[str, dict[int, Weight]], layout: Layout) -> 
         raise Refused(f"{experts}: experts {numbers[0]} of a layer; accepted: all from 0, each with the same parts")
     if "down_proj" in parts:
         return f"{experts}.{down}", pile([parts["down_proj"][e] for e in numbers[0]])
-    pairs = [_join(experts, parts["gate_proj"][e], parts["up_proj"][e]) for e in numbers[0]]
+    pairs = [over_each_other(experts, [parts["gate_proj"][e], parts["up_proj"][e]]) for e in numbers[0]]
     whole = pile(pairs)
     return f"{experts}.{both}", reorder(whole, interleave(rows(whole)))
 
@@ -98,18 +98,47 @@ def reorder(weight: Weight, order: Tensor) -> Weight:
     return weight.rows(order) if isinstance(weight, Stored) else weight[..., order, :]
 
 
-def _join(experts: str, gate: Weight, up: Weight) -> Weight:
-    """Two matrices over each other, under one outer scale."""
-    if isinstance(gate, Tensor):
-        return torch.cat((gate, up))
-    if gate.q.format is not up.q.format or (gate.outer is not None and not gate.outer.is_exactly(up.outer)):
-        raise Refused(
-            f"{experts}: gate and up of an expert have outer scales that differ, and a stack has one for both; "
-            "accepted: equal ones, or requantize"
-        )
-    shape = torch.Size((gate.q.shape[0] + up.q.shape[0], gate.q.shape[1]))
-    codes, scales = (_bytes(torch.cat, [getattr(w.q, what) for w in (gate, up)]) for what in ("codes", "scales"))
-    return replace(gate, q=replace(gate.q, codes=codes, scales=scales, shape=shape))
+def under_one_outer(weights: dict[str, Stored]) -> tuple[dict[str, Stored], dict[str, int]]:
+    """Matrices of NVFP4 under the largest of their outer scales, for readers that multiply them as one; and how many
+    block scales of each were rounded for it.
+
+    Outer scales are powers of two: a block scale then moves by a power of two, which is exact unless it becomes
+    subnormal. Codes stay, so what decodes is the same but in blocks whose scale is rounded. Matrices with other outer
+    scales stay as they are.
+    """
+    values = {name: w.outer.value for name, w in weights.items()}
+    if not all(v.dim() == 0 and v > 0 and v.log2().frac() == 0 for v in values.values()):
+        return weights, {}
+    most = torch.stack(list(values.values())).max()
+    made, rounded = {}, {}
+    for name, w in weights.items():
+        if values[name] != most:
+            old = w.q.scales.float() * (values[name] / most)
+            scales = old.to(w.q.scales.dtype)
+            live = (w.q.codes & 0x77).unflatten(-1, (-1, w.q.format.block // 2)).any(-1)
+            changed = int(((scales.float() != old) & live).sum())
+            rounded |= {name: changed} if changed else {}
+            w = replace(w, q=replace(w.q, scales=scales, global_scale=most), outer=Outer(most)).without_zero_scales()
+        made[name] = w
+    return made, rounded
+
+
+def over_each_other(experts: str, weights: list[Weight]) -> Weight:
+    """Matrices over each other, under one outer scale. Raises Refused where their formats or outer scales differ."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(weights)
+    for w in weights[1:]:
+        if first.q.format is not w.q.format or (first.outer is not None and not first.outer.is_exactly(w.outer)):
+            raise Refused(
+                f"{experts}: gate and up of an expert have outer scales that differ, and a stack has one for both; "
+                "accepted: equal ones, or requantize"
+            )
+    shape = torch.Size((sum(w.q.shape[0] for w in weights), first.q.shape[1]))
+    codes, scales = (_bytes(torch.cat, [getattr(w.q, what) for w in weights]) for what in ("codes", "scales"))
+    return replace(first, q=replace(first.q, codes=codes, scales=scales, shape=shape))
 
 
 def _bytes(join, tensors: list[Tensor]) -> Tensor:

@@ -44,8 +44,8 @@ class Folder:
         for name in listed or ():
             if name not in self.slots:
                 raise Refused(f"{self.path / INDEX}: tensor {name!r} is in no file; accepted: an index that agrees")
-        self.config = _object(self.root / "config.json")
-        self.quant_config = _object(self.root / "hf_quant_config.json")
+        self.config = read_object(self.root / "config.json")
+        self.quant_config = read_object(self.root / "hf_quant_config.json")
 
     @property
     def root(self) -> Path:
@@ -95,7 +95,7 @@ class Folder:
                 return found, None
             what = f"{len(found)} safetensors files and no index" if found else "no safetensors file in it"
             raise Refused(f"{self.path}: {what}; accepted: a folder with {WEIGHTS} or {INDEX}")
-        listed = _object(index).get("weight_map")
+        listed = read_object(index).get("weight_map")
         if not isinstance(listed, dict) or not listed or not all(isinstance(shard, str) for shard in listed.values()):
             raise Refused(f"{index}: no weight_map of names; accepted: tensor name → file name")
         for name, shard in listed.items():
@@ -120,7 +120,7 @@ class Folder:
                 raise Refused(f"{shard}: metadata {key!r} differs between shards; accepted: one value")
 
 
-def _object(path: Path) -> dict:
+def read_object(path: Path) -> dict:
     """A JSON object from a file; {} where there is no file."""
     if not path.is_file():
         return {}

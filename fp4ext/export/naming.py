@@ -17,12 +17,21 @@ TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("wq", "wk", "wv"),
+    ("Wq", "Wk", "Wv"),
+    ("to_q", "to_k", "to_v"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("q", "k", "v"),
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
+    ("wi_0", "wi_1"),
 )
 
 # Architectures whose stacked experts are [E, K, N] as plain parameters, contraction in the middle.
 TRANSPOSED = ("gpt_oss",)
+# Architectures whose matrices are those of transformers' Conv1D, [K, N].
+CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 # Stacks whose rows alternate g0, u0, g1, u1, …; elsewhere all of gate comes first.
 ALTERNATING = ("w13_weight",)
 
@@ -32,6 +41,12 @@ NOT_LINEAR = ("*embed*", "*embd*", "wte", "wpe", "*norm*", "*conv*", "lm_head", 
 def module(name: str) -> str:
     """The module that a weight belongs to, by which a policy chooses."""
     return name.removesuffix(".weight")
+
+
+def module_of(name: str) -> str:
+    """The module in a model: that of the experts for a stack and for one of its matrices, else `module`."""
+    match = SEPARATE.match(name) or STACK.match(name)
+    return match["experts"] if match else module(name)
 
 
 def is_stack(name: str, shape: tuple[int, ...]) -> bool:

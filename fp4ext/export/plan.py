@@ -3,59 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
-from .. import formats, policies, policy_file
-from ..policy import Policy
+from .. import formats
 from ..spec import Spec
 from . import naming
+from .choose import Chosen
 from .errors import Refused
 from .layout import Layout
 from .source import Source
 
-SMALL = 1024  # elements: below, scales and names cost more than codes save
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
 Filter = Callable[[str, tuple[int, ...]], bool]
-
-
-@dataclass(frozen=True)
-class Chooser:
-    """Weight name → the Spec it is quantized by, None where the policy keeps it; and the share of layers kept last."""
-
-    spec_of: Callable[[str], Spec | None]
-    keep_last: float = 0.0
-
-
-def chooser(policy: Policy | Spec | str | None, layout: Layout, src: Source) -> Chooser:
-    """What a caller's `policy` means for a source. Raises Refused for one that quantizes nothing, or at random."""
-    if policy is None and layout.formats == (formats.MXFP4,):
-        policy = "mxfp4"
-    if isinstance(policy, str) and policy not in policies.names() and not policy.endswith(policy_file.SUFFIXES):
-        try:
-            policy = Spec.parse(policy)
-        except ValueError as error:
-            known = ", ".join(policies.names())
-            raise Refused(
-                f"unknown policy {policy!r}; policies: {known}; or a .toml file, or a spec ({error})"
-            ) from None
-    if isinstance(policy, Spec):
-        if policy.needs_rng:
-            raise Refused(f"policy {policy}: weights are stored once; accepted: rounding nearest, rht none")
-        return Chooser(lambda name: policy)
-    if policy is not None and not isinstance(policy, Policy):
-        policy = policies.get(policy)
-    default = policy or policies.get("end_to_end")
-    if default.pretrain.fprop.w is None and default.rl_sampler is None and not default.rules:
-        raise Refused(f"policy {default.name} quantizes no weight; accepted: one that does")
-
-    def spec_of(name: str) -> Spec | None:
-        chosen = policy or src.policies.get(name) or default
-        return chosen.recipe("rl_sampler", naming.module(name)).fprop.w
-
-    return Chooser(spec_of, default.keep_last)
 
 
 class Plan:
@@ -70,28 +29,24 @@ class Plan:
         Refused: a weight that the layout cannot hold; nothing that would be quantized.
     """
 
-    def __init__(self, src: Source, layout: Layout, choose: Chooser, filter: Filter | None, requantize: bool):
-        self.src, self.layout, self.choose, self.filter, self.requantize = src, layout, choose, filter, requantize
+    def __init__(self, src: Source, layout: Layout, chosen: Chosen, filter: Filter | None, requantize: bool):
+        self.src, self.layout, self.chosen, self.filter, self.requantize = src, layout, chosen, filter, requantize
         self.names = sorted(src.names(), key=naming.natural)
         self.specs: dict[str, Spec] = {}
         self.left: dict[str, str] = {}
-        wanted: list[str] = []
         for name in self.names:
             fmt = self.src.format(name)
             if fmt is not None:
                 self._plan_stored(name, fmt)
                 continue
-            why = self._why_plain(name)
-            if why is None:
-                wanted.append(name)
-            elif len(self.src.shape(name)) >= 2:
+            spec = chosen.specs.get(name)
+            if spec is None:
+                if name in chosen.left:
+                    self.left[name] = chosen.left[name]
+                continue
+            if why := self._why_plain(name, spec):
                 self.left[name] = why
-        last = self.choose.keep_last
-        kept = wanted[len(wanted) - round(len(wanted) * last) :]
-        for name in kept:
-            self.left[name] = f"among the last {last:.0%} of layers, which the policy keeps in BF16"
-        for name in wanted[: len(wanted) - len(kept)]:
-            spec = self.choose.spec_of(name)
+                continue
             reason = self.layout.why_not(self.target_name(name), spec.fmt)
             if reason is not None:
                 raise Refused(f"{name!r}: {reason}; accepted: a policy whose weights the layout holds, or a filter")
@@ -132,27 +87,15 @@ class Plan:
         match = naming.STACK.match(name)
         return f"{match['experts']}.0.down_proj.weight" if match and not self.layout.stacked else name
 
-    def _why_plain(self, name: str) -> str | None:
-        """Why a plain weight stays so, None where it can be quantized."""
-        src, shape = self.src, self.src.shape(name)
+    def _why_plain(self, name: str, spec: Spec) -> str | None:
+        """Why a weight that was chosen stays plain in this layout, None where it need not."""
+        shape = self.src.shape(name)
         stack = naming.is_stack(name, shape)
-        why = naming.why_not_linear(name, shape)
-        if why is not None:
-            return why
-        if src.linear is not None and not stack and name not in src.linear:
-            return "not a linear layer's weight"
         if stack and not naming.STACK.match(name) and self.layout.name != "fp4ext":
             return "a stack of experts of unknown parts"
         if self.layout.experts_only and not self.is_expert(name, shape):
             return f"{self.layout.name} quantizes experts alone"
-        if src.dtype(name) not in _FLOATS:
-            return f"its dtype is {str(src.dtype(name)).removeprefix('torch.')}"
-        if torch.Size(shape).numel() < SMALL:
-            return "tiny"
-        spec = self.choose.spec_of(name)
-        if spec is None:
-            return "the policy keeps modules of this name in BF16"
-        k = shape[-2] if stack and src.transposed else shape[-1]
+        k = shape[-2] if stack and self.src.transposed else shape[-1]
         if k % spec.fmt.block and self.layout.name != "fp4ext":
             return f"K = {k} is not whole blocks of {spec.fmt.block}"
         if self.filter is not None and not self.filter(name, shape):
@@ -176,12 +119,22 @@ class Plan:
                 if odd is not None:
                     what = f"{odd!r} and {name!r} would be in one stack, and are not quantized alike"
                     raise Refused(f"{what}; accepted: a policy and a filter that treat a layer's experts alike")
-            elif name in self.specs and self.specs[name].outer in ("tensor", "pow2"):
-                unit = [
-                    n for n in naming.together(name, names) if n in self.specs and self.specs[n] == self.specs[name]
-                ]
+            elif (kind := self._shares(name)) is not None:
+                unit = [n for n in naming.together(name, names) if self._shares(n) == kind]
             done.update(unit)
             yield unit
+
+    def _shares(self, name: str) -> Spec | formats.Format | None:
+        """What a weight must have in common with others to share an outer scale with them; None where it never does."""
+        spec = self.specs.get(name)
+        if spec is not None:
+            return spec if spec.outer in ("tensor", "pow2") else None
+        fmt = self.src.format(name)
+        return fmt if fmt is formats.NVFP4 and self.src.model is not None and self.layout.name != "fp4ext" else None
+
+    def is_shared(self, name: str) -> bool:
+        """Whether a weight shares an outer scale with others of its unit."""
+        return self._shares(name) is not None
 
     def _kind(self, name: str):
         """How a weight is, or will be, quantized."""

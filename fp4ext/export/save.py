@@ -6,24 +6,26 @@ from names, shapes and dtypes, and refused if it must be; then bytes are read; t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
 from ..policy import Policy
 from ..quantize import quantize
 from ..spec import Spec
-from . import arrange, layouts, naming
+from . import arrange, layouts, module, naming, recorded
 from .against import against
 from .checkpoint import Checkpoint
+from .choose import choose
 from .errors import Refused
 from .layout import Layout, Written
-from .plan import Filter, Plan, chooser
+from .plan import Filter, Plan
 from .progress import Bar
 from .source import Source, source_of
 from .stored import Stored, check_scales
@@ -40,6 +42,8 @@ class Report:
         left: weight that could have been quantized, or nearly → why it is plain. 1-D tensors are not listed.
         lost: weight → what the new layout could not keep. Empty: every bit that decodes is there.
         clipped: weight → elements that no longer fit the stored scales (with `like`).
+        decided_by: what said which weights are quantized: the model itself, its class in transformers, or names alone.
+        warnings: what a reader of the checkpoint should know.
         bytes: of the new checkpoint's tensors. was: of the source's.
     """
 
@@ -49,6 +53,8 @@ class Report:
     left: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     clipped: dict[str, int] = field(default_factory=dict)
+    decided_by: str = ""
+    warnings: list[str] = field(default_factory=list)
     bytes: int = 0
     was: int = 0
 
@@ -56,6 +62,8 @@ class Report:
         counts = {fmt: list(self.quantized.values()).count(fmt) for fmt in sorted(set(self.quantized.values()))}
         what = ", ".join(f"{n} in {fmt}" for fmt, n in counts.items()) or "none quantized"
         lines = [f"{self.folder} ({self.layout}): {what}; {self.was:,} bytes → {self.bytes:,}"]
+        lines += [f"  decided by {self.decided_by}"] if self.decided_by else []
+        lines += [f"  warning: {warning}" for warning in self.warnings]
         lines += [f"  {len(names)} left plain: {why}" for why, names in self._by(self.left)]
         lines += [
             f"  {len(names)} not exactly as before: {what} ({names[0]}, …)" for what, names in self._by(self.lost)
@@ -119,14 +127,18 @@ def save(
     if like is not None and like.layout.name != layout.name:
         raise Refused(f"like is in layout {like.layout.name}; accepted: {layout.name}, the layout to write")
     with ExitStack() as scratch:
-        src = source_of(source, scratch)
+        src = module.of_model(source, scratch) if isinstance(source, nn.Module) else source_of(source)
         src.config = src.config if config is None else dict(config)
-        plan = Plan(src, layout, chooser(policy, layout, src), filter, requantize)
+        chosen = choose(src, policy, layout)
+        plan = Plan(src, layout, chosen, filter, requantize)
         check_room(folder, plan.bytes)
         report = Report(layout.name, folder, left=plan.left, was=sum(map(src.nbytes, plan.names)))
+        report.decided_by = chosen.by if plan.specs else ""
         job = _Job(src, layout, plan, like, input_amax or {}, report)
         with Bar(report.was, progress) as bar, Writer(folder, shard, overwrite) as writer:
             job.run(writer, bar)
+    for warning in report.warnings:
+        warnings.warn(warning, stacklevel=2)
     return report
 
 
@@ -147,7 +159,11 @@ class _Job:
                 self._write(writer, written, name, weight)
                 del weight
             bar.advance(sum(map(self.src.nbytes, names)), names[-1])
+        told = {naming.module(name) for name in (*written.plain, *written.formats)}
+        written.plain += [f"{name}.weight" for name in self.plan.chosen.linear if name not in told]
         writer.files |= self.layout.describe(self.src.config, written)
+        writer.files |= recorded.decision(self.plan.chosen, self.plan.left)
+        self._warn(written)
         writer.copies += [path for path in self.src.side_files if path.name not in writer.files]
         self.report.bytes = writer.bytes
 
@@ -155,11 +171,25 @@ class _Job:
         """The new checkpoint's weights that come of these."""
         spec = self.plan.specs.get(names[0])
         pieces = self._arranged(names, {name: self._load(name, spec) for name in names})
-        together = spec is not None and spec.outer in ("tensor", "pow2")
-        shared = self._shared_amax(pieces, spec) if together else {}
-        for name, weight in pieces:
-            fresh = spec is not None and isinstance(weight, Tensor)
-            yield name, self._quantized(name, weight, spec, shared.get(name)) if fresh else weight
+        if spec is None or not any(isinstance(w, Tensor) for _, w in pieces):
+            yield from self._under_one_outer(pieces) if len(names) > 1 and self.plan.is_shared(names[0]) else pieces
+            return
+        joint = spec.outer == "tensor" or (spec.outer == "pow2" and names[0] in self.plan.chosen.stacked)
+        shared = self._shared_amax(pieces, spec) if joint else {}
+        made = [
+            (name, self._quantized(name, w, spec, shared.get(name)) if isinstance(w, Tensor) else w)
+            for name, w in pieces
+        ]
+        yield from self._under_one_outer(made) if spec.outer == "pow2" and not joint and self.like is None else made
+
+    def _under_one_outer(self, pieces: list[tuple[str, Stored]]) -> list[tuple[str, Stored]]:
+        """Weights that a fused reader takes for one under one outer scale, as far as they are of NVFP4."""
+        if len(pieces) < 2 or any(w.outer is None for _, w in pieces):
+            return pieces
+        made, rounded = arrange.under_one_outer(dict(pieces))
+        for name, n in rounded.items():
+            self.report.lost[name] = f"{n} block scales are rounded, under an outer scale that it shares with others"
+        return list(made.items())
 
     def _load(self, name: str, spec: Spec | None) -> Stored | Tensor:
         weight = self.src.weight(name)
@@ -174,10 +204,10 @@ class _Job:
                 self.report.lost[name] = "rounded to BF16: the layout quantizes experts alone"
             return plain
         if fits and (whole or self.layout.name == "fp4ext"):
-            return weight
+            return weight.without_zero_scales() if self.src.model is not None and weight.per_matrix else weight
         if not self.plan.requantize:
             raise Refused(f"{name!r}: {weight.q} does not fit into {self.layout.name}; accepted: fp4ext, or requantize")
-        target = self.plan.choose.spec_of(name)
+        target = self.plan.chosen.spec_of(name)
         if target is None or self.layout.why_not(self.plan.target_name(name), target.fmt):
             target = Spec(self.layout.formats[0].name)
         self.report.lost[name] = f"quantized anew, {weight.q.format} → {target.fmt}"
@@ -228,6 +258,20 @@ class _Job:
         check_finite(name, q)
         made = Stored.of(q)
         return made.without_zero_scales() if made.per_matrix else made
+
+    def _warn(self, written: Written) -> None:
+        """What a reader of this checkpoint gets wrong."""
+        experts = {fmt: name for name, fmt in sorted(written.formats.items()) if naming.SEPARATE.match(name)}
+        wrong = {
+            "nvfp4": "drops their weight_global_scale and computes with wrong weights, without a word",
+            "mxfp8": "cannot open them",
+        }
+        for fmt, name in experts.items() if self.layout.name == "compressed-tensors" else ():
+            if fmt in wrong:
+                self.report.warnings.append(
+                    f"experts in {fmt} ({name}, …): transformers (seen in 5.24) {wrong[fmt]}. fp4ext.export.load reads "
+                    "them right; a reader in transformers needs the whole model in mxfp4"
+                )
 
     def _write(self, writer: Writer, written: Written, name: str, weight: Stored | Tensor) -> None:
         if isinstance(weight, Tensor):

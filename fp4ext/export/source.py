@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..convert import CONVERTED
 from ..formats import Format
-from ..policy import Policy
 from ..qtensor import QTensor
-from ..quantized import QuantizedExperts, QuantizedLinear, QuantizedStacked
 from . import naming
 from .checkpoint import Checkpoint
 from .errors import Refused
@@ -27,15 +22,13 @@ class Source:
     Attributes:
         config: the model's config.json, {} where there is none.
         side_files: files to copy along.
-        policies: weight name → the policy of the layer it is in, where that has one.
-        linear: the names of linear layers' weights, where they are known; None where names must tell.
+        model: the module that it was made of, None where there was none.
         alternating, transposed: whether stacks alternate gate and up by rows; whether plain stacks are [E, K, N].
     """
 
     config: dict
     side_files: list[Path]
-    policies: dict[str, Policy]
-    linear: set[str] | None = None
+    model: nn.Module | None = None
     alternating = False
     transposed = False
 
@@ -57,7 +50,7 @@ class FromCheckpoint(Source):
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
-        self.config, self.policies = dict(checkpoint.config), {}
+        self.config = dict(checkpoint.config)
         self.config.pop("quantization_config", None)
         self.side_files = checkpoint.folder.side_files()
         plain_and_transposed = checkpoint.layout.name == "plain" and self.config.get("model_type") in naming.TRANSPOSED
@@ -70,7 +63,7 @@ class InMemory(Source):
     """Weights by name."""
 
     def __init__(self, weights: Mapping[str, Tensor | QTensor | Stored], config: dict | None = None):
-        self.weights, self.config, self.side_files, self.policies = dict(weights), config or {}, [], {}
+        self.weights, self.config, self.side_files = dict(weights), config or {}, []
         for name, w in self.weights.items():
             if not isinstance(name, str) or not isinstance(w, (Tensor, QTensor, Stored)):
                 raise Refused(f"weight {name!r} is {type(w).__name__}; accepted: a name → a Tensor or QTensor")
@@ -100,42 +93,8 @@ class InMemory(Source):
         return Stored.of(w) if isinstance(w, QTensor) else w
 
 
-def of_module(model: nn.Module) -> InMemory:
-    """A module's parameters and buffers by their names; packed layers as what they hold."""
-    weights: dict[str, Tensor | QTensor] = {}
-    linear, policies = set(), {}
-    for prefix, module in model.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        if isinstance(module, QuantizedExperts):
-            weights |= {f"{dot}{leaf}": getattr(module, leaf) for leaf in ("gate_up_proj", "down_proj")}
-            continue
-        if isinstance(module, QuantizedStacked):
-            weights |= {f"{dot}{leaf}": module.held(leaf) for leaf in module.stacks}
-            weights |= {f"{dot}{leaf}": p.detach() for leaf, p in module.named_parameters(recurse=False)}
-            continue
-        if isinstance(module, QuantizedLinear):
-            weights[f"{dot}weight"] = module.weight
-            if module.bias is not None:
-                weights[f"{dot}bias"] = module.bias.detach()
-            continue
-        own = {name for name, _ in module.named_parameters(recurse=False)} | {
-            name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set
-        }
-        weights |= {f"{dot}{name}": getattr(module, name).detach() for name in sorted(own)}
-        if isinstance(module, nn.Linear):
-            linear.add(f"{dot}weight")
-        if isinstance(module, CONVERTED):
-            policies |= {f"{dot}{leaf}": module.policy for leaf in own}
-    source = InMemory(weights, {"architectures": [type(model).__name__]})
-    source.linear, source.policies = linear, policies
-    return source
-
-
-def source_of(source, scratch: ExitStack) -> Source:
-    """The Source of what a caller gave.
-
-    A model that saves itself (transformers) knows its checkpoint's names, which are not its modules': it writes a plain
-    checkpoint first, which lives as long as `scratch`.
+def source_of(source) -> Source:
+    """The Source of what a caller gave; of a module: module.of_model.
 
     Raises:
         Refused: something else.
@@ -144,16 +103,6 @@ def source_of(source, scratch: ExitStack) -> Source:
         source = Checkpoint(source)
     if isinstance(source, Checkpoint):
         return FromCheckpoint(source)
-    if isinstance(source, nn.Module):
-        kinds = (QuantizedLinear, QuantizedExperts, QuantizedStacked)
-        packed = any(isinstance(module, kinds) for module in source.modules())
-        if hasattr(source, "save_pretrained") and not packed:
-            folder = scratch.enter_context(tempfile.TemporaryDirectory(prefix="fp4ext-"))
-            source.save_pretrained(folder)
-            written = FromCheckpoint(Checkpoint(folder))
-            written.policies = of_module(source).policies
-            return written
-        return of_module(source)
     if isinstance(source, Mapping):
         return InMemory(source)
     raise Refused(f"source is {type(source).__name__}; accepted: a module, a checkpoint's path, or name → weight")

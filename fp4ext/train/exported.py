@@ -91,6 +91,10 @@ def of_run(path: str | Path, arm: str | None = None) -> Taken:
     weights = run.newest(path, settings, only=[f"{arm}.weights"])[1][f"{arm}.weights"]
     with run.fitting(path):
         model = models.build(preset.model, preset.shape, weights, policy, kv_cache)
+    if policy is None:  # plain layers, for whatever policy it is exported by
+        for module in model.modules():
+            if type(module) is invariant.Linear:
+                module.__class__ = nn.Linear
     return Taken(arm, preset.model, preset.shape, model, policy, kv_cache)
 
 

@@ -115,7 +115,11 @@ def convert(model: nn.Module, policy: fp4ext.Policy) -> fp4ext.Report:
     if policy.name != "bf16":
         report = fp4ext.convert(model, policy)
     else:
-        fp4ext.convert(model, policy, filter=lambda name, module: stacked.is_stacked(module))
+        fp4ext.revert(model)
+        for name, module in model.named_modules():
+            if stacked.is_stacked(module):
+                stacked.swap(module)
+                module.set_policy(policy, name)
         report = fp4ext.Report(policy.name)
     native = bf16.native(next(model.parameters()).device)
     for name, module in model.named_modules():

@@ -1,5 +1,6 @@
 """The cost model: it predicts what this machine takes, and adds up on machines that are described."""
 
+import importlib
 import json
 import time
 
@@ -13,6 +14,7 @@ from fp4ext.audit.calibrate import calibrate
 from fp4ext.audit.cost import Shape, cost, layer_seconds
 from fp4ext.audit.operations import bits, of_layer
 
+cost_module = importlib.import_module("fp4ext.audit.cost")
 LLAMA = Shape("8b", layers=32, d=4096, heads=32, kv_heads=8, ffn=14336, context=8192, vocab=128256)
 
 
@@ -169,3 +171,60 @@ def test_what_cannot_be_priced_is_refused():
         cost(LLAMA, "bf16", machines.get("b200"), efficiency=2)
     with pytest.raises(ValueError, match="a token a chip"):
         cost(LLAMA, "bf16", machines.get("b200"), gpus=8, batch_tokens=4)
+
+
+# Models that are counted
+
+
+def priced(tmp_path, model, policy="end_to_end", **how):
+    model.config.save_pretrained(tmp_path)
+    shape = Shape.read(tmp_path)
+    return shape, cost(shape, policy, machines.get("gb300"), **how)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM", "NemotronHForCausalLM", "Qwen3MoeForCausalLM",
+     "JambaForCausalLM", "Mamba2ForCausalLM", "Gemma4ForCausalLM"],
+)  # fmt: skip
+def test_a_model_of_transformers_is_counted(name, tmp_path):
+    """Tied heads, dense layers of a mixture, MLA and hybrids: its parameters, and the layers that convert takes."""
+    from ..export.architectures import build
+
+    model = build(name)
+    shape, found = priced(tmp_path, model)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert found.memory["weights and moments, fp32"] == 12 * shape.parameters
+    report = fp4ext.convert(model, "end_to_end")
+    stored = sum(
+        w.numel() for n in report.converted for w in model.get_submodule(n).parameters(recurse=False) if w.dim() > 1
+    )
+    decoding = priced(tmp_path, model, stage="rl_sampler")[1].memory["weights"]
+    assert decoding == pytest.approx(stored * 4.5 / 8 + (shape.parameters - stored) * 2, rel=1e-9)
+
+
+def test_layers_that_attend_and_what_they_keep(tmp_path):
+    from ..export.architectures import build
+
+    shape, found = priced(tmp_path, build("NemotronHForCausalLM"), stage="rl_sampler", batch_tokens=1)
+    assert found.memory["keys and values"] == 1 * 2 * 2 * 2 * 16 * shape.context  # one layer of three, two heads of 16
+    shape, found = priced(tmp_path, build("DeepseekV3ForCausalLM"), stage="rl_sampler", batch_tokens=1)
+    assert found.memory["keys and values"] == 2 * 2 * (32 + 8) * shape.context  # the latent, not its heads
+    shape, found = priced(tmp_path, build("Mamba2ForCausalLM"), stage="rl_sampler", batch_tokens=1)
+    assert found.memory["keys and values"] == 0
+
+
+@pytest.mark.parametrize("share", [0.15, 0.3, 0.5])
+def test_keep_last_means_what_it_does_in_convert(share, tmp_path):
+    from ..export.architectures import build
+
+    model = build("LlamaForCausalLM")
+    policy = policies.get("mxfp8").with_(keep_last=share)
+    shape, found = priced(tmp_path, model, policy, stage="rl_sampler")
+    fp4ext.convert(model, policy)
+    kept = [n for n, m in model.named_modules() if isinstance(m, fp4ext.Linear)]
+    stored = sum(model.get_submodule(n).weight.numel() for n in kept)
+    wanted = stored * 8.25 / 8 + (shape.parameters - stored) * 2
+    assert found.memory["weights"] == pytest.approx(wanted, rel=1e-9)
+    by_sizes = Shape("s", layers=10, d=64, heads=4, ffn=96, context=64, vocab=80)
+    assert len(cost_module._chosen(by_sizes, policy)) == 4 * (10 - max(1, int(share * 10 + 0.5)))

@@ -104,3 +104,17 @@ def test_what_cannot_be_audited_is_refused(model, batches):
         fp4ext.audit(model, batches, ["int4"])
     with pytest.raises(TypeError, match="accepted: a scalar loss"):
         fp4ext.audit(model, [batches[0][:1]])
+
+
+def test_a_policy_that_takes_no_layer_is_no_clean_bill():
+    """A subclass of nn.Linear alone: the report was empty and without faults."""
+
+    class Special(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    model = torch.nn.Sequential(Special(64, 64))
+    with pytest.raises(ValueError, match="policy nvidia converts no layer of this model; .*subclass of nn.Linear"):
+        fp4ext.audit(model, [(torch.randn(4, 64),)], ["end_to_end", "nvidia"][1:])
+    with pytest.raises(ValueError, match="end_to_end converts no layer"):
+        fp4ext.audit(model, [(torch.randn(4, 64),)])

@@ -85,8 +85,18 @@ def test_a_real_class_stays_packed(tmp_path):
     assert (a - b).abs().max() <= 2**-5 * b.abs().max()
 
 
-def test_experts_without_a_packed_form_are_decoded(tmp_path):
+def test_transposed_experts_stay_packed(tmp_path):
     save(plain("gpt_oss", tmp_path / "plain"), tmp_path / "out", "gpt-oss")
+    model = load(tmp_path / "out", MODELS["gpt_oss"]().bfloat16())
+    q = load(tmp_path / "out")["model.layers.1.mlp.experts.gate_up_proj"]
+    assert_bytes_equal(model.model.layers[1].mlp.experts.held("gate_up_proj").codes, q.codes)
+
+
+def test_experts_of_which_a_stack_is_plain_are_decoded(tmp_path):
+    def up(name, shape):
+        return "down_proj" not in name
+
+    save(plain("gpt_oss", tmp_path / "plain"), tmp_path / "out", "gpt-oss", filter=up)
     model = load(tmp_path / "out", MODELS["gpt_oss"]().bfloat16())
     q = load(tmp_path / "out")["model.layers.1.mlp.experts.gate_up_proj"]
     got = model.model.layers[1].mlp.experts.gate_up_proj

@@ -125,7 +125,7 @@ def test_keep_last_counts_layers_in_their_order(tmp_path):
 
 
 def test_a_module_by_its_own_policy(tmp_path):
-    """Converted layers by theirs; what is no linear layer is left, whatever its name; weights tied or not."""
+    """Converted layers by theirs; what convert left is left, and so is what is no linear layer, whatever its name."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 48), "e": nn.Embedding(64, 64)})
     model["c"] = nn.Linear(64, 64, bias=False)
@@ -133,11 +133,11 @@ def test_a_module_by_its_own_policy(tmp_path):
     fp4ext.convert(model, "nvidia", filter=lambda name, module: name == "b")
     report = save(model, tmp_path / "out")
     out = load(tmp_path / "out")
-    assert report.quantized == dict.fromkeys(["a.weight", "b.weight", "c.weight"], "nvfp4")
-    assert report.left == {"e.weight": "not a linear layer's weight"}
+    assert report.quantized == {"b.weight": "nvfp4"}
+    left = "the model was converted, and this was left"
+    assert report.left == {"a.weight": left, "e.weight": "not a linear layer's weight", "c.weight": left}
     same(out["b.weight"], quantize(model["b"].weight, "nvfp4", scale="amax", outer="pow2"))
-    same(out["a.weight"], quantize(model["a"].weight, SWEEP))
-    same(out["a.weight"], out["c.weight"])
+    assert_bytes_equal(out["a.weight"], model["a"].weight.data)
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["ModuleDict"]
 
 
@@ -153,8 +153,7 @@ def test_policy_objects_and_specs_are_the_same_thing(tmp_path):
         save(dense_model(), tmp_path / f"{i}", policy=policy)
     first = (tmp_path / "0/model.safetensors").read_bytes()
     assert (tmp_path / "3/model.safetensors").read_bytes() == first
-    # A spec for all leaves no module out by name.
-    assert load(tmp_path / "1").format("model.layers.0.mlp.gate.weight") is not None
+    assert load(tmp_path / "1").format("model.layers.0.mlp.gate.weight") is None  # a router, whatever the spec
     assert (tmp_path / "1/model.safetensors").read_bytes() == (tmp_path / "2/model.safetensors").read_bytes()
 
 
@@ -179,7 +178,7 @@ def test_a_transformers_model_by_the_names_of_its_own_checkpoint(tmp_path):
     llama = MODELS["llama"]().bfloat16()
     fp4ext.convert(llama, "mxfp8", filter=lambda name, module: "mlp" in name)
     report = save(llama, tmp_path / "llama")
-    assert {name.split(".")[3]: fmt for name, fmt in report.quantized.items()} == {"mlp": "mxfp8", "self_attn": "nvfp4"}
+    assert {name.split(".")[3]: fmt for name, fmt in report.quantized.items()} == {"mlp": "mxfp8"}
 
 
 # Blocks of zeros, dead experts
@@ -246,7 +245,7 @@ def test_side_files_come_along_and_code_does_not(tmp_path):
         (folder / name).write_text("{}")
     save(folder, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"model.safetensors", "config.json", "tokenizer.json", "LICENSE"}
+    assert names == {"model.safetensors", "config.json", "fp4ext.json", "tokenizer.json", "LICENSE"}
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "x"
 
 
