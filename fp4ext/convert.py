@@ -18,7 +18,7 @@ from torch import nn
 from . import names, policies, stacked
 from .decision import Filter, decide
 from .experts import Experts
-from .linear import Linear
+from .linear import Linear, forget_policy
 from .policy import Policy
 from .stages import check_stage
 
@@ -173,6 +173,5 @@ def _revert(module: nn.Module) -> bool:
     if type(module) is not Linear:
         return False
     module.__class__ = nn.Linear
-    for attribute in ("policy", "policy_name", "recipes"):
-        module.__dict__.pop(attribute, None)
+    forget_policy(module)
     return True

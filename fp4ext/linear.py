@@ -59,6 +59,12 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, policy={self.policy.name}"
 
 
+def forget_policy(module: nn.Module) -> None:
+    """Remove what set_policy and forward left on a module that becomes plain again."""
+    for attribute in ("policy", "policy_name", "recipes", "_last_stage"):
+        module.__dict__.pop(attribute, None)
+
+
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     """x·wᵀ + bias by a recipe; torch.nn.functional.linear where nothing is quantized. Shapes as there; autocast holds.
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from .experts import Experts
 from .grouped import expert_ends
+from .linear import forget_policy
 
 RECORDED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
 
@@ -113,8 +114,7 @@ def swap(module: nn.Module) -> None:
 def restore(module: nn.Module) -> None:
     """Give them back their own class."""
     module.__class__ = plain_class(module)
-    for attribute in ("policy", "policy_name", "recipes"):
-        module.__dict__.pop(attribute, None)
+    forget_policy(module)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

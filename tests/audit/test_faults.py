@@ -1,20 +1,18 @@
 """Planted faults: the audit names exactly those, and none elsewhere."""
 
-import importlib
 from dataclasses import replace
 
 import pytest
 import torch
 
 import fp4ext
-from fp4ext import Dgrad, Fprop, Recipe, Spec, policies
+from fp4ext import Dgrad, Fprop, Recipe, Spec, layer_ops, policies
 from fp4ext.audit import capture
 from fp4ext.noise import SQRT3
 
 from .conftest import PRESET
 
 DRAWS = 12
-linear = importlib.import_module("fp4ext.linear")  # the package's attribute of that name is the function
 
 
 def named(report, kinds=("drift", "saturation", "underflow", "non-finite", "noise")):
@@ -63,17 +61,17 @@ def test_planted_faults_are_named_and_none_elsewhere(model, batches):
 
 def test_a_fault_in_the_code_is_named_too(model, batches, monkeypatch):
     """Recipes are sound; in one layer's dgrad a scale comes back 3 % too small. Only the products can tell."""
-    honest = linear._gradient_operands
+    honest = layer_ops._both_ways
     wide = 2 * PRESET.shape.ffn  # gate_up's outputs
 
-    def faulty(dy, *rest):
-        row, col = honest(dy, *rest)
-        hit = dy.shape[1] == wide and torch.equal(dy, layer_dy[:])
+    def faulty(t, *rest):
+        row, col = honest(t, *rest)
+        hit = t.shape[1] == wide and torch.equal(t, layer_dy[:])
         return (replace(row, global_scale=0.97 * row.global_scale), col) if hit else (row, col)
 
     name = "blocks.1.mlp.gate_up"
     layer_dy = capture.capture(model, batches, [name])[name].dy
-    monkeypatch.setattr(linear, "_gradient_operands", faulty)
+    monkeypatch.setattr(layer_ops, "_both_ways", faulty)
     report = fp4ext.audit(model, batches, ["end_to_end"], draws=DRAWS)
     assert named(report) == {(name, "dgrad", "dx", "drift")}
     (fault,) = report.faults

@@ -8,7 +8,7 @@ import pytest
 import fp4ext
 from fp4ext import Recipe, policies, policy_file
 from fp4ext.cli import main
-from fp4ext.train import Config, checkpoint, pretrain
+from fp4ext.train import Config, bf16, checkpoint, pretrain
 from fp4ext.train.load import load
 
 from .conftest import MIXTURE, PRESET
@@ -33,7 +33,9 @@ def run(request, tmp_path_factory):
     (folder / "planted.json").write_text(policy_file.dumps(planted(biased, saturating), form="json"))
     arms = ["bf16", "end_to_end", str(folder / "planted.json")]
     config = Config(preset.with_(steps=30, **SCHEDULE), policies=arms, data=[argparse.__file__], threads=1)
-    pretrain(config, folder / "run", tensorboard=False)
+    with pytest.MonkeyPatch.context() as patch:  # the same run on a CPU with BF16 instructions as on one without
+        patch.setattr(bf16, "native", lambda device: False)
+        pretrain(config, folder / "run", tensorboard=False)
     return folder / "run", request.param
 
 
