@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from .stages import current_stage
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[.., 2F] -> [.., F]; gate is the first half."""
+def swiglu(gate_up: Tensor, stage: str | None = None) -> Tensor:
+    """[.., 2F] -> [.., F]; gate is the first half. stage: of the module that calls; None: the thread's."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
+    return silu(gate, stage) * up
 
 
-def silu(x: Tensor) -> Tensor:
+def silu(x: Tensor, stage: str | None = None) -> Tensor:
     """x · σ(x), any shape."""
-    if current_stage() == "pretrain" or x.dtype != torch.float32:
+    if (stage or current_stage()) == "pretrain" or x.dtype != torch.float32:
         return F.silu(x)
     return x * torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]

@@ -14,12 +14,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from . import layer_ops, policies
+from . import layer_ops
 from .activation import swiglu
 from .autograd import refuse_transforms
 from .grouped import check_offsets
-from .linear import RecordedLinear
-from .policy import Policy
+from .linear import Linear, RecordedLinear
 from .quantize import check_input
 from .recipe import Recipe
 from .stages import stage_of
@@ -59,17 +58,10 @@ class Experts(nn.Module):
             bound = 1 / math.sqrt(p.shape[-1])
             nn.init.uniform_(p, -bound, bound)
 
-    def set_policy(self, policy: Policy | str, name: str = "", step: int = 0) -> None:
-        """Use another policy from now on."""
-        self.policy, self.policy_name = policies.get(policy), name
-        self.recipes = self.policy.recipes(name, step)
-
-    def set_step(self, step: int) -> None:
-        """Tell the layer how far training is, for policies that change with it."""
-        self.recipes = self.policy.recipes(self.policy_name, step)
+    set_policy, set_step = Linear.set_policy, Linear.set_step
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        h = swiglu(self.product(x, "gate_up_proj", offsets))
+        h = swiglu(self.product(x, "gate_up_proj", offsets), stage_of(self))
         return self.product(h, "down_proj", offsets)
 
     def product(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:

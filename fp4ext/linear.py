@@ -46,11 +46,13 @@ class Linear(nn.Linear):
     def set_policy(self, policy: Policy | str, name: str = "", step: int = 0) -> None:
         """Use another policy from now on."""
         self.policy, self.policy_name = policies.get(policy), name
-        self.recipes = self.policy.recipes(name, step)
+        self.set_step(step)
 
     def set_step(self, step: int) -> None:
         """Tell the layer how far training is, for policies that change with it."""
         self.recipes = self.policy.recipes(self.policy_name, step)
+        # A model whose forward has gone back to BF16 is evaluated so, too.
+        self.inference_stage = "pretrain" if self.policy.has_bf16_forward(step) else "rl_sampler"
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.recipes[stage_of(self)])
@@ -61,7 +63,7 @@ class Linear(nn.Linear):
 
 def forget_policy(module: nn.Module) -> None:
     """Remove what set_policy and forward left on a module that becomes plain again."""
-    for attribute in ("policy", "policy_name", "recipes", "_last_stage"):
+    for attribute in ("policy", "policy_name", "recipes", "inference_stage", "_last_stage"):
         module.__dict__.pop(attribute, None)
 
 

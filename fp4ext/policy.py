@@ -50,8 +50,8 @@ class Policy:
     Attributes:
         name: what the policy is called in tables and checkpoints.
         pretrain: the recipe of the pretraining stage.
-        rl_sampler, rl_trainer: those of the RL stages; default: the sampler has pretrain's fprop, the trainer the
-            sampler's fprop and a BF16 backward.
+        rl_sampler, rl_trainer: those of the RL stages; default: the sampler has pretrain's fprop made row-invariant
+            (an outer scale per row of x, a power of two for w), the trainer the sampler's fprop and a BF16 backward.
         keep: patterns (as in a shell) of module names, or of their last parts, that stay in BF16; default: KEEP. A
             model's head and the parts of its routers, where its class shows them, are kept wherever "lm_head" and
             "router" are. `keep=(*KEEP, …)` adds to the default, as `keep_also` does in a policy file.
@@ -99,21 +99,43 @@ class Policy:
         rule = next((recipe for pattern, recipe in self.rules if matches(name, pattern)), None)
         base = rule or self.pretrain
         if stage == "pretrain":
-            late = self.bf16_forward_from is not None and step >= self.bf16_forward_from
             base = replace(base, mean_split=base.mean_split or self.mean_split)
-            return replace(base, fprop=Fprop()) if late else base
+            return replace(base, fprop=Fprop()) if self.has_bf16_forward(step) else base
         if rule:
             return Recipe(fprop=_row_invariant(rule.fprop))
-        sampler = self.rl_sampler or Recipe(fprop=base.fprop)  # never with a mean: it would depend on the batch
+        sampler = self.rl_sampler or Recipe(fprop=_row_invariant(base.fprop))  # never with a mean over the batch
         return sampler if stage == "rl_sampler" else self.rl_trainer or Recipe(fprop=sampler.fprop)
 
     def recipes(self, name: str, step: int = 0) -> dict[str, Recipe]:
         """The recipe of a module in every stage."""
         return {stage: self.recipe(stage, name, step) for stage in STAGES}
 
+    def has_bf16_forward(self, step: int) -> bool:
+        """Whether fprop runs in BF16 at that step."""
+        return self.bf16_forward_from is not None and step >= self.bf16_forward_from
+
     def keeps(self, name: str) -> bool:
         """Whether the module of that name stays in BF16 whatever the stage."""
         return any(matches(name, pattern) for pattern in self.keep)
+
+    def row_variant(self) -> dict[str, str]:
+        """Where the sampler's result for a row depends on the rest of the batch: what it concerns → why; {}: nowhere.
+
+        Keys are "rl_sampler", "rl_trainer", and the patterns of rules.
+        """
+        found = {stage: recipe for stage in STAGES[1:] for recipe in [self.with_(keep=(), rules=()).recipe(stage, "")]}
+        found |= {pattern: Recipe(fprop=_row_invariant(recipe.fprop)) for pattern, recipe in self.rules}
+        found = {what: recipe for what, recipe in found.items() if recipe.quantizes}
+        reasons = {what: recipe.row_variant() for what, recipe in found.items()}
+        return {what: why for what, why in reasons.items() if why}
+
+    def warn_of_row_variance(self) -> list[str]:
+        """A sentence for each entry of row_variant."""
+        return [
+            f"policy {self.name}, {what}: {why}, so a row's result depends on its batch, and sampler and trainer agree "
+            "on equal batches alone; an outer scale per row of x (outer='row') would make it independent"
+            for what, why in self.row_variant().items()
+        ]
 
     @property
     def quantizes(self) -> bool:

@@ -73,6 +73,21 @@ class Recipe:
                     f"{gemm}: both operands need the same rht, or it does not cancel; got {rhts[0]!r} and {rhts[1]!r}"
                 )
 
+    def row_variant(self) -> str | None:
+        """Why a row of y depends on other rows of x; None: it does not."""
+        x = self.fprop.x
+        if self.mean_split:
+            return "mean_split subtracts a mean over the batch"
+        if x is None:
+            return None
+        if x.needs_rng:
+            return f"x is rounded or rotated at random ({x})"
+        if x.block == "16x16":
+            return f"x has 16x16 blocks, which 16 rows share ({x})"
+        if x.fmt.has_global_scale and x.outer != "row":
+            return f"x has one outer scale for all rows ({x})"
+        return None
+
     @property
     def key(self) -> str:
         """The recipe as one string, which crosses to the ops of layers; `parse` reads it."""

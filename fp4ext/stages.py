@@ -8,6 +8,9 @@ A recomputation (torch.utils.checkpoint) happens later, in the backward, perhaps
 the stage of its forward. So the tensors that autograd saves inside `with stage(…)` carry the stage's name
 (torch.autograd.graph.saved_tensors_hooks). Both flavours of checkpoint save their inputs there, and unpack them just
 before they recompute. At that moment the thread takes the stage back, until the backward ends.
+
+Outside of any `with`, modules run in "pretrain"; but a module in eval mode, where no gradient is recorded, runs in
+"rl_sampler". So what is generated depends neither on the batch nor on a cache, as with the exported weights.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ class _State:
     """Of one thread.
 
     Attributes:
-        name: the stage.
+        name: the stage; None outside of any `with`.
         taken: autograd's ids of the backwards whose saved tensors set the stage, the innermost last, each with the
             stage before it.
     """
 
     def __init__(self):
-        self.name, self.taken = "pretrain", []
+        self.name, self.taken = None, []
 
     def take_back(self, name: str, backward: int) -> None:
         """Put the thread in the stage of what a backward unpacks, until that ends."""
@@ -68,14 +71,14 @@ def check_stage(name: str) -> None:
 
 
 def current_stage() -> str:
-    """The stage that modules of this thread run in now."""
-    return _threads.state.name
+    """The stage that modules of this thread run in now; "pretrain" outside of any `with fp4ext.stage(…)`."""
+    return _threads.state.name or "pretrain"
 
 
 class stage:
     """Run modules in a stage: `with fp4ext.stage("rl_sampler"): …`.
 
-    Other threads keep theirs; a new thread starts in "pretrain". Coroutines of one thread share its stage.
+    Other threads keep theirs; a new thread is in none. Coroutines of one thread share its stage.
 
     Raises:
         ValueError: an unknown stage.
@@ -101,33 +104,42 @@ class stage:
         found, state.name = state.name, self.before
         if found != self.name and kind is None:
             raise RuntimeError(
-                f"the block of stage {self.name!r} ends in stage {found!r}: blocks of one thread must nest, "
-                "so a coroutine may not be suspended inside one"
+                f"the block of stage {self.name!r} ends in stage {found or 'pretrain'!r}: blocks of one thread must "
+                "nest, so a coroutine may not be suspended inside one"
             )
 
 
 def stage_of(module: nn.Module) -> str:
-    """The stage that a module's forward runs in.
+    """The stage that a module's forward runs in: the thread's, or by the module's mode where the thread has none.
 
     Raises:
         RuntimeError: inside a backward whose saved tensors do not carry a stage, where the module last ran in another.
     """
     if torch.compiler.is_compiling():
-        return current_stage()
+        return _threads.state.name or _by_mode(module)
     backward, state = torch._C._current_graph_task_id(), _threads.state
     if backward == -1:
         state.give_back()  # of a backward that failed
-        module.__dict__["_last_stage"] = state.name
+    name = state.name or _by_mode(module)
+    if backward == -1:
+        module.__dict__["_last_stage"] = name
     elif not (state.taken and state.taken[-1][0] == backward):
-        last = module.__dict__.get("_last_stage", state.name)
-        if last != state.name:
+        last = module.__dict__.get("_last_stage", name)
+        if last != name:
             raise RuntimeError(
-                f"{type(module).__name__} is recomputed in a backward in stage {state.name!r}, but last ran in "
+                f"{type(module).__name__} is recomputed in a backward in stage {name!r}, but last ran in "
                 f"{last!r}, and the stage of its forward is lost: saved_tensors_hooks of another kind, such as "
                 "save_on_cpu, hide it; accepted: hooks outside of `with fp4ext.stage(…)`, or a backward that runs "
                 "before the module runs in another stage"
             )
-    return state.name
+    return name
+
+
+def _by_mode(module: nn.Module) -> str:
+    """The stage of a module outside of any `with`."""
+    if module.training or torch.is_grad_enabled():
+        return "pretrain"
+    return getattr(module, "inference_stage", "rl_sampler")
 
 
 def _carrying_the_stage() -> saved_tensors_hooks:

@@ -137,6 +137,8 @@ def save(
         job = _Job(src, layout, plan, like, input_amax or {}, report)
         with Bar(report.was, progress) as bar, Writer(folder, shard, overwrite) as writer:
             job.run(writer, bar)
+    if chosen.policy is not None and plan.specs:
+        report.warnings += chosen.policy.warn_of_row_variance()
     for warning in report.warnings:
         warnings.warn(warning, stacklevel=2)
     return report

@@ -86,10 +86,11 @@ class Arm:
         self._prepare(step)
         self.model.eval()
         losses = []
-        for x, y in zip(tokens.split(32), targets.split(32), strict=True):
-            logits = self._logits(x)
-            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten().to(self.device), reduction="none")
-            losses.append(loss.view(y.shape).double().mean(1).cpu().numpy())
+        with fp4ext.stage("pretrain"):  # the forward that trains, not that of inference
+            for x, y in zip(tokens.split(32), targets.split(32), strict=True):
+                logits = self._logits(x)
+                loss = F.cross_entropy(logits.flatten(0, 1), y.flatten().to(self.device), reduction="none")
+                losses.append(loss.view(y.shape).double().mean(1).cpu().numpy())
         self.model.train()
         return np.concatenate(losses)
 

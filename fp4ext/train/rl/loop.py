@@ -10,6 +10,7 @@ A run that is stopped anywhere goes on bit for bit: what a step depends on is in
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = Tr
     show, out = show or Silent(), Path(out)
     begin = Start.read(config.source, config.policy) if config.source else None
     config = _with_task(config, begin)
+    for sentence in config.chosen.warn_of_row_variance():
+        warnings.warn(sentence, stacklevel=2)
     settings = {
         "run": config.as_dict(),
         "data": {"task": config.task, "digest": task.identity(config.task)} | (begin.facts() if begin else {}),
