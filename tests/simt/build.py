@@ -4,6 +4,7 @@ Objects are kept under build/simt by the hash of everything they are made of, so
 a mutant (test_mutants.py) compiles only what its edit reaches.
 """
 
+import fcntl
 import hashlib
 import os
 import re
@@ -11,7 +12,9 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -50,7 +53,8 @@ def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, 
         reached = only is None or path in only
         return _object(path, tree if reached else ROOT, edits if reached else {}, flags)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    # One process at a time compiles what many want; of the others, each mutant's files are its own.
+    with _locked() if not edits else nullcontext(), ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, sorted(sources(), key=lambda path: path not in (only or []))))
     library = OUT / f"{_hash(*map(str, objects), *flags)}.so"
     if not library.exists():
@@ -59,6 +63,13 @@ def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, 
         _run([*command, "-o", _part(library)])
         os.replace(_part(library), library)
     return library
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    with open(OUT / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @cache
