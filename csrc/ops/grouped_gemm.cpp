@@ -1,7 +1,5 @@
 #include <cstring>
 
-#include <torch/csrc/stable/library.h>
-
 #include "grouped.h"
 #include "operand.h"
 
@@ -89,4 +87,4 @@ Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::
 }  // namespace
 }  // namespace fp4ext
 
-STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) { m.impl("grouped_gemm", TORCH_BOX(&fp4ext::grouped_gemm)); }
+STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) { m.impl("grouped_gemm", FP4EXT_BOX(&fp4ext::grouped_gemm)); }
