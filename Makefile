@@ -8,7 +8,7 @@ export PATH := $(PATH):$(abspath $(VENV)/bin)
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help demo test test-fast test-avx512 test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
+.PHONY: help demo test test-fast fuzz test-avx512 test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
 help:  ## what each target does
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -42,6 +42,11 @@ test: build  ## the whole test suite
 
 test-fast: build  ## the suite without its long campaigns
 	$(PY) -m pytest -m 'not slow'
+
+# Each fuzz test takes so long. FP4EXT_FUZZ_SEED repeats a run; what fails is printed as data, for the corpus of its test.
+FUZZ_SECONDS ?= 3600
+fuzz: build  ## draw calls (and files) at random, for FUZZ_SECONDS each
+	FP4EXT_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest -m fuzz -s
 
 test-avx512: build  ## the ops' tests with the AVX-512 kernels, on a CPU that may lack it (tests/avx512)
 	$(PY) -m cmake -S . -B build/avx512 -G Ninja -DFP4EXT_CUDA=OFF -DFP4EXT_AVX512_DOUBLE=ON -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release

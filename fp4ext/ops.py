@@ -216,9 +216,9 @@ _IMPLEMENTATIONS = torch.library.Library("fp4ext", "IMPL")
 def _gemm_add_and_bump(keys, *args):
     """Below autograd, as torch's own in-place ops: what saved `out` for its backward will see that it has changed."""
     check_written(args[_ADDED_TO])
-    torch.autograd.graph.increment_version(args[_ADDED_TO])
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        return torch.ops.fp4ext.gemm_add.default.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+        torch.ops.fp4ext.gemm_add.default.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+    torch.autograd.graph.increment_version(args[_ADDED_TO])
 
 
 _IMPLEMENTATIONS.impl("gemm_add", _gemm_add_and_bump, "ADInplaceOrView", with_keyset=True)
