@@ -1,4 +1,4 @@
-#include <cstring>
+#include <algorithm>
 
 #include "grouped.h"
 #include "quantization.h"
@@ -78,7 +78,7 @@ class Grouped {
     const int64_t first_row = colwise() ? 0 : bounds_.back(), first = colwise() ? starts_.back() : 0;
     const auto clear = [&](const Tensor& t, int64_t elements) {  // a byte of t holds so many
       auto* p = static_cast<uint8_t*>(t.data_ptr());
-      for (int64_t r = first_row; r < rows_; ++r) std::memset(p + (r * row_ + first) / elements, 0, (row_ - first) / elements);
+      for (int64_t r = first_row; r < rows_; ++r) std::fill(p + (r * row_ + first) / elements, p + (r + 1) * row_ / elements, 0);
     };
     clear(out_.codes, packed() ? 2 : 1);
     clear(out_.scales, common_.spec.block());
