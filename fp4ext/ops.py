@@ -57,18 +57,18 @@ def check_plain(name: str, t: Tensor) -> None:
     """Refuse a tensor that carries more than its values: no op has a forward-mode derivative or a batching rule.
 
     Raises:
-        RuntimeError: t has a tangent (torch.autograd.forward_ad), stands inside a transform of torch.func (vmap, grad,
-            jvp …), or is traced by torch.jit.
+        NotImplementedError (a RuntimeError): t has a tangent (torch.autograd.forward_ad), stands inside a transform of
+            torch.func (vmap, grad, jvp …), or is traced by torch.jit.
     """
     if torch.jit.is_tracing():
-        raise RuntimeError(f"{name} is traced by torch.jit; accepted: torch.compile, torch.export")
+        raise NotImplementedError(f"{name} is traced by torch.jit; accepted: torch.compile, torch.export")
     if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(t):
-        raise RuntimeError(
+        raise NotImplementedError(
             f"{name} is inside a transform of torch.func (vmap, grad, jvp …), for which fp4ext has no rules; accepted: "
             "plain tensors and loss.backward(); leading dimensions are a batch"
         )
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
-        raise RuntimeError(
+        raise NotImplementedError(
             f"{name} has a tangent, and fp4ext has no forward-mode derivatives; accepted: {name} without one "
             "(torch.autograd.forward_ad.unpack_dual), or reverse mode"
         )

@@ -117,7 +117,7 @@ def check_place(axis: int, role: str) -> None:
 
 
 def check_input(name: str, x: Tensor) -> None:
-    """Raises TypeError unless x is a tensor of a dtype that can be quantized; RuntimeError as ops.check_plain."""
+    """Raises TypeError unless x is a tensor of a dtype that can be quantized; otherwise as ops.check_plain."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; accepted: a torch.Tensor")
     ops.check_plain(name, x)
