@@ -101,6 +101,11 @@ def _quantized(like: Tensor, shape, spec: Spec, axis: int) -> Quantized:
     return _results(like, shape[:-1], spec.fmt.padded(shape[-1]), spec.fmt, _global_shape(spec, shape))
 
 
+def fake_quantized(x: Tensor, key: str, axis: int) -> Quantized:
+    """Empty tensors of the shapes that `quantize` returns, codes and block scales as bytes."""
+    return _quantized(x, x.shape, Spec.parse(key), axis)
+
+
 def _results(like: Tensor, rows: list, k: int, fmt: Format, outer: list) -> Quantized:
     codes = like.new_empty([*rows, k // fmt.codes_per_byte], dtype=torch.uint8)
     scales = like.new_empty([*rows, k // fmt.block], dtype=torch.uint8)
@@ -124,8 +129,8 @@ def _(x, spec, axis, rng, role, amax):
 def _(x, row_spec, col_spec, row_rng, col_rng, role):
     _float("x", x)
     _one_device(x, row_rng=row_rng, col_rng=col_rng)
-    row, col = _spec(row_spec, -1, row_rng, role), _spec(col_spec, -2, col_rng, role)
-    return _quantized(x, x.shape, row, -1) + _quantized(x, x.shape, col, -2)
+    _spec(row_spec, -1, row_rng, role), _spec(col_spec, -2, col_rng, role)
+    return fake_quantized(x, row_spec, -1) + fake_quantized(x, col_spec, -2)
 
 
 @torch.library.register_fake("fp4ext::amax")
@@ -200,11 +205,17 @@ def _grouped(like: Tensor, shape, offsets: Tensor | None, spec: Spec, axis: int)
     return _results(like, rows, along, fmt, outer if fmt.has_global_scale else [0])
 
 
+def fake_grouped(x: Tensor, offsets: Tensor | None, key: str, axis: int) -> Quantized:
+    """Empty tensors of the shapes that `grouped_quantize` returns, codes and block scales as bytes."""
+    return _grouped(x, x.shape, offsets, Spec.parse(key), axis)
+
+
 @torch.library.register_fake("fp4ext::grouped_quantize")
 def _(x, offsets, spec, axis, rng, role):
     _float("x", x)
     _one_device(x, offsets=offsets, rng=rng)
-    return _grouped(x, x.shape, offsets, _spec(spec, axis, rng, role), axis)
+    _spec(spec, axis, rng, role)
+    return fake_grouped(x, offsets, spec, axis)
 
 
 @torch.library.register_fake("fp4ext::grouped_requantize")
