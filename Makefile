@@ -8,7 +8,7 @@ export PATH := $(PATH):$(abspath $(VENV)/bin)
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help demo test test-slow test-one test-avx512 test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
+.PHONY: help demo test test-slow test-one fuzz test-avx512 test-sanitized test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
 help:  ## what each target does
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -47,12 +47,27 @@ test-slow: build  ## the long campaigns, which CI runs too
 test-one: build  ## one file or test, in this process: make test-one T=tests/test_linear.py
 	$(PY) -m pytest $(T)
 
+# Each fuzz test takes so long. FP4EXT_FUZZ_SEED repeats a run; what fails is printed as data, for the corpus of its test.
+FUZZ_SECONDS ?= 3600
+fuzz: build  ## draw calls (and files) at random, for FUZZ_SECONDS each
+	FP4EXT_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest -m fuzz -s
+
 test-avx512: build  ## the ops' tests with the AVX-512 kernels, on a CPU that may lack it (tests/avx512)
 	$(PY) -m cmake -S . -B build/avx512 -G Ninja -DFP4EXT_CUDA=OFF -DFP4EXT_AVX512_DOUBLE=ON -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release
 	$(PY) -m cmake --build build/avx512
 	rm -rf build/avx512/package && mkdir -p build/avx512/package && cp -r fp4ext build/avx512/package/ && rm -f build/avx512/package/fp4ext/_C*.so
 	cp build/avx512/_C*.so build/avx512/package/fp4ext/
 	FP4EXT_ISA=avx512 PYTHONPATH=$(abspath build/avx512/package) $(VENV)/bin/pytest -m "not slow" tests/ops tests/numerics
+
+# Left out: what limits or counts memory, and torch's compilers, whose own memory is not ours to judge.
+test-sanitized: build  ## the ops' tests with the CPU's side under AddressSanitizer and UBSan
+	$(PY) -m cmake -S . -B build/sanitized -G Ninja -DFP4EXT_CUDA=OFF -DFP4EXT_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release
+	$(PY) -m cmake --build build/sanitized
+	rm -rf build/sanitized/package && mkdir -p build/sanitized/package && cp -r fp4ext build/sanitized/package/ && rm -f build/sanitized/package/fp4ext/_C*.so
+	cp build/sanitized/_C*.so build/sanitized/package/fp4ext/
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" PYTHONPATH=$(abspath build/sanitized/package) \
+	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:protect_shadow_gap=0:allocator_may_return_null=1 \
+	$(VENV)/bin/pytest --capture=sys -m "not slow" -k "not compiled and not manual_seed and not memory and not keeps_nothing" tests/ops
 
 test-simt-sanitized: build  ## every CUDA kernel once on the SIMT machine under AddressSanitizer and UBSan
 	FP4EXT_SIMT_SANITIZE=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

@@ -17,6 +17,14 @@ endif()
 # GCC 12 takes its own avx512 headers, and arrays of vectors that loops fill, for uninitialized.
 set(cpu_flags -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized)
 
+# `make test-sanitized`.
+option(FP4EXT_SANITIZE "Compile the CPU's side with AddressSanitizer and UBSan" OFF)
+if(FP4EXT_SANITIZE)
+  add_compile_options(-g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=address,undefined)
+  list(APPEND cpu_flags -O1)
+endif()
+
 file(GLOB cpu_kernels CONFIGURE_DEPENDS csrc/cpu/kernels/*.cpp)
 file(GLOB cpu_sources CONFIGURE_DEPENDS csrc/cpu/*.cpp)
 add_library(fp4ext_cpu OBJECT ${cpu_sources})

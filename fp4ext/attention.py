@@ -35,7 +35,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, scal
 
     Raises:
         TypeError: a dtype that is not accepted. ValueError: devices that differ.
-        RuntimeError: shapes or a start that don't fit.
+        RuntimeError: shapes or a start that don't fit; a tensor with a tangent, inside a transform of torch.func or
+            traced by torch.jit.
 
     Source: docs/numerics.md, 11. A row that meets a NaN or +inf among its scores, or nothing but -inf, is NaN.
     """

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 
@@ -31,20 +29,3 @@ def first_derivative(backward: Callable) -> Callable:
         return once(ctx, *gradients)
 
     return checked
-
-
-def refuse_transforms(what: str, *tensors: Tensor | None) -> None:
-    """Raises NotImplementedError for inputs with a forward-mode tangent, and inside torch.func or torch.jit.trace."""
-    if torch.compiler.is_compiling():
-        return
-    if torch.jit.is_tracing():
-        raise NotImplementedError(f"{what} cannot be traced by torch.jit; accepted: torch.compile, torch.export")
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            f"{what} has no rule for torch.func's transforms (vmap, grad, jvp, jacrev, …); "
-            "accepted: torch.autograd, torch.compile"
-        )
-    if forward_ad._current_level >= 0 and any(
-        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
-    ):
-        raise NotImplementedError(f"{what} has no forward-mode derivative; accepted: torch.autograd in reverse mode")

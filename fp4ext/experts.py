@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from . import layer_ops
 from .activation import swiglu
-from .autograd import refuse_transforms
 from .grouped import check_offsets
 from .linear import Linear, RecordedLinear
 from .quantize import check_input
@@ -92,7 +91,6 @@ def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> Ten
         ValueError: shapes or devices that don't fit, a recipe that has no backward, or one that splits the mean.
         NotImplementedError: a second or a forward-mode derivative, a transform of torch.func.
     """
-    refuse_transforms("fp4ext.grouped_linear", x, w)
     _check(x, w, offsets, recipe)
     recorded = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if recorded:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from . import cublas, ops
+from .fakes import ACCUMULATE
 from .qtensor import QTensor
 from .quantize import check_device, check_input
 
-ACCUMULATE = ("invariant", "fast")
 BACKENDS = {"cpu": ("auto", "cpu"), "cuda": ("auto", "emulated", "fast", "cublas", "native")}
 VARIANT = ("fast", "cublas")  # backends whose rows depend on the shape of the whole
 
@@ -37,14 +37,17 @@ def gemm(
         backend: "auto"; for tensors of the CPU "cpu"; for CUDA "emulated" or "native", or with accumulate="fast" also
             "fast" or "cublas" (fp4ext.backends()).
         out: fp32 [.., M, N], contiguous: the product in fp32, with its bias, is added to it, and it is returned;
-            out_dtype then counts for nothing. So a weight gradient gathers over micro-batches.
+            out_dtype then counts for nothing. So a weight gradient gathers over micro-batches. It shares memory with no
+            other argument. Its version counter goes up, as after torch's own in-place operations.
 
     Returns:
         [.., M, N] in out_dtype, or out. No gradient flows through it: fp4ext.linear has a backward.
 
     Raises:
         ValueError: lengths of K or devices that differ, an unknown choice. TypeError: a dtype that is not accepted.
-        RuntimeError: shapes that don't fit.
+        RuntimeError: shapes that don't fit; an out that overlaps an operand, is a leaf that requires grad (unless under
+            torch.no_grad) or an inference tensor; an operand with a tangent, inside a transform of torch.func or traced
+            by torch.jit.
 
     Source: docs/numerics.md, 9.
     """
@@ -61,6 +64,8 @@ def gemm(
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in K, their last axis")
     if out is not None:
         check_device("out", out, x)
+        ops.check_plain("out", out)
+        ops.check_written(out)
     if backend == "cublas":
         return cublas.gemm(x, w, bias, out_dtype, out)
     if out is not None:

@@ -108,7 +108,7 @@ def grouped_quantize(
         Ragged.
 
     Raises:
-        ValueError, TypeError: as quantize. RuntimeError: shapes that don't fit, offsets that decrease or pass the rows.
+        ValueError, TypeError: as quantize. RuntimeError: likewise; offsets that decrease or pass the rows.
 
     Source: docs/numerics.md, 9.
     """

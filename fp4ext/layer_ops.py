@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import ops
+from . import fakes, ops
 from .gemm import gemm
 from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .qtensor import QTensor
@@ -128,9 +128,9 @@ def _fake_layer(x, w, bias, offsets, recipe, keep_x, keep_w, after=None) -> Forw
         if spec is None or not keep:
             parts += _parts(None, t)
         elif offsets is None:
-            parts += ops.fake_quantized(t, spec.key, axis)
+            parts += fakes.fake_quantized(t, spec.key, axis)
         else:
-            parts += ops.fake_grouped(t, offsets if role == "x" else None, spec.key, axis)
+            parts += fakes.fake_grouped(t, offsets if role == "x" else None, spec.key, axis)
     states = x.new_empty((3 if recipe.needs_rng else 0, 2), dtype=torch.int64)
     return x.new_empty((x.shape[0], w.shape[-2])), states, *parts
 

@@ -1,4 +1,4 @@
-"""The one door to torch.ops.fp4ext: a wrapper and a fake (shapes and dtypes, for torch.compile and export) for each op.
+"""The one door to torch.ops.fp4ext: a wrapper for each op; fakes.py has what torch.compile and export see of it.
 
 Schemas: csrc/ops/library.cpp. Everything here takes and gives plain tensors; `spec` is a Spec's key. Users call
 fp4ext.quantize and fp4ext.gemm. To an op, codes and scales are bytes; the wrappers view them as torch's 8-bit float
@@ -12,16 +12,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from . import (
     _C,  # noqa: F401  (loading it registers the ops)
+    flops,  # noqa: F401  (registers how many operations each takes)
     formats,
 )
-from .spec import Spec
+from .fakes import DTYPES
 
 ROLES = {"x": 0, "w": 1, "dy": 2}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Quantized = tuple[Tensor, Tensor, Tensor]
@@ -54,6 +55,42 @@ def dtype_name(dtype: torch.dtype) -> str:
     if dtype not in _DTYPE_NAMES:
         raise TypeError(f"out_dtype is {dtype}; accepted: {', '.join(map(str, _DTYPE_NAMES))}")
     return _DTYPE_NAMES[dtype]
+
+
+def check_plain(name: str, t: Tensor) -> None:
+    """Refuse a tensor that carries more than its values: no op has a forward-mode derivative or a batching rule.
+
+    Raises:
+        NotImplementedError (a RuntimeError): t has a tangent (torch.autograd.forward_ad), stands inside a transform of
+            torch.func (vmap, grad, jvp …), or is traced by torch.jit.
+    """
+    if torch.jit.is_tracing():
+        raise NotImplementedError(f"{name} is traced by torch.jit; accepted: torch.compile, torch.export")
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(t):
+        raise NotImplementedError(
+            f"{name} is inside a transform of torch.func (vmap, grad, jvp …), for which fp4ext has no rules; accepted: "
+            "plain tensors and loss.backward(); leading dimensions are a batch"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        raise NotImplementedError(
+            f"{name} has a tangent, and fp4ext has no forward-mode derivatives; accepted: {name} without one "
+            "(torch.autograd.forward_ad.unpack_dual), or reverse mode"
+        )
+
+
+def check_written(out: Tensor) -> None:
+    """Refuse what autograd lets nobody write: a leaf that requires grad, or an inference tensor outside that mode.
+
+    Raises:
+        RuntimeError: that.
+    """
+    if torch.is_grad_enabled() and out.requires_grad and out.is_leaf:
+        raise RuntimeError(
+            "out is a leaf that requires grad, which is not to be changed in place; accepted: out.grad, "
+            "out.detach(), or a call under torch.no_grad()"
+        )
+    if not torch.compiler.is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError("out is an inference tensor; accepted: out.clone(), or a call under torch.inference_mode()")
 
 
 def quantize(
@@ -176,6 +213,21 @@ def gemm_add(
     )
 
 
+_ADDED_TO = 9  # where `out` stands in the schema of gemm_add
+_IMPLEMENTATIONS = torch.library.Library("fp4ext", "IMPL")
+
+
+def _gemm_add_and_bump(keys, *args):
+    """Below autograd, as torch's own in-place ops: what saved `out` for its backward will see that it has changed."""
+    check_written(args[_ADDED_TO])
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        torch.ops.fp4ext.gemm_add.default.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+    torch.autograd.graph.increment_version(args[_ADDED_TO])
+
+
+_IMPLEMENTATIONS.impl("gemm_add", _gemm_add_and_bump, "ADInplaceOrView", with_keyset=True)
+
+
 def grouped_gemm(
     x_codes: Tensor,
     x_scales: Tensor | None,
@@ -213,110 +265,6 @@ def swizzle(scales: Tensor, offsets: Tensor | None = None) -> Tensor:
 def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
     """The inverse of swizzle: [.., rows, columns]."""
     return torch.ops.fp4ext.unswizzle.default(_scale_bytes(swizzled), rows, columns).view(swizzled.dtype)
-
-
-# Fakes --------------------------------------------------------------------------------------------------------------
-
-
-def fake_quantized(x: Tensor, key: str, axis: int) -> Quantized:
-    """Empty tensors of the shapes that `quantize` returns, codes and block scales as bytes."""
-    spec = Spec.parse(key)
-    shape = list(x.shape)
-    if axis == -2:
-        shape[-2:] = shape[-1], shape[-2]
-    k = spec.fmt.padded(shape[-1])
-    codes = x.new_empty(shape[:-1] + [k // spec.fmt.codes_per_byte], dtype=torch.uint8)
-    scales = x.new_empty(shape[:-1] + [k // spec.fmt.block], dtype=torch.uint8)
-    outer = {"none": [0], "row": shape[:-1] + [1], "expert": [shape[0], 1, 1]}.get(spec.outer, [])
-    return codes, scales, x.new_empty(outer, dtype=torch.float32)
-
-
-@torch.library.register_fake("fp4ext::quantize")
-def _(x, spec, axis, rng, role, amax):
-    return fake_quantized(x, spec, axis)
-
-
-@torch.library.register_fake("fp4ext::quantize_rowcol")
-def _(x, row_spec, col_spec, row_rng, col_rng, role):
-    return fake_quantized(x, row_spec, -1) + fake_quantized(x, col_spec, -2)
-
-
-@torch.library.register_fake("fp4ext::requantize")
-def _(codes, scales, global_scale, format, k, spec, axis, rng, role):
-    return fake_quantized(codes.new_empty((*codes.shape[:-1], k)), spec, axis)
-
-
-def fake_grouped(x: Tensor, offsets: Tensor | None, key: str, axis: int) -> Quantized:
-    """Empty tensors of the shapes that `grouped_quantize` returns, codes and block scales as bytes."""
-    spec = Spec.parse(key)
-    block, colwise, by_row = spec.fmt.block, axis == -2, spec.outer == "row"
-    if offsets is None:
-        experts, rows, k = x.shape
-        shape = [experts, k, spec.fmt.padded(rows)] if colwise else [experts, rows, spec.fmt.padded(k)]
-        outer = [experts, shape[1] if by_row else 1, 1]
-    else:
-        (rows, k), experts = x.shape, offsets.shape[0]
-        shape = [k, (rows + experts * (block - 1)) // block * block] if colwise else [rows, spec.fmt.padded(k)]
-        outer = [experts, k if by_row else 1, 1] if colwise else [rows, 1]
-    codes = x.new_empty([*shape[:-1], shape[-1] // spec.fmt.codes_per_byte], dtype=torch.uint8)
-    scales = x.new_empty([*shape[:-1], shape[-1] // block], dtype=torch.uint8)
-    return codes, scales, x.new_empty(outer if spec.fmt.has_global_scale else [0], dtype=torch.float32)
-
-
-@torch.library.register_fake("fp4ext::grouped_quantize")
-def _(x, offsets, spec, axis, rng, role):
-    return fake_grouped(x, offsets, spec, axis)
-
-
-@torch.library.register_fake("fp4ext::grouped_requantize")
-def _(codes, scales, global_scale, format, k, offsets, spec, axis, rng, role):
-    return fake_grouped(codes.new_empty((*codes.shape[:-1], k)), offsets, spec, axis)
-
-
-@torch.library.register_fake("fp4ext::amax")
-def _(x, spec, axis, rng):
-    return fake_quantized(x, spec, axis)[2]
-
-
-@torch.library.register_fake("fp4ext::dequantize")
-def _(codes, scales, global_scale, format, k, out_dtype):
-    return codes.new_empty((*codes.shape[:-1], k), dtype=DTYPES[out_dtype])
-
-
-@torch.library.register_fake("fp4ext::gemm")
-def _(
-    x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out_dtype, accumulate, backend
-):
-    return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=DTYPES[out_dtype])
-
-
-@torch.library.register_fake("fp4ext::attention")
-def _(q, k, v, start, scale):
-    return q.new_empty(q.shape)
-
-
-@torch.library.register_fake("fp4ext::gemm_add")
-def _(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out, accumulate, backend):
-    pass
-
-
-@torch.library.register_fake("fp4ext::grouped_gemm")
-def _(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, offsets, out_dtype, *choices):
-    experts = [] if w_codes.dim() == 3 else [offsets.shape[0]]
-    return x_codes.new_empty((*experts, x_codes.shape[0], w_codes.shape[-2]), dtype=DTYPES[out_dtype])
-
-
-@torch.library.register_fake("fp4ext::swizzle")
-def _(scales, offsets=None):
-    rows, columns = scales.shape[-2], (scales.shape[-1] + 3) // 4 * 4
-    if offsets is not None:
-        return scales.new_empty(((rows + 127 * offsets.shape[0]) // 128 * 128, columns))
-    return scales.new_empty((*scales.shape[:-2], (rows + 127) // 128 * 128 * columns))
-
-
-@torch.library.register_fake("fp4ext::unswizzle")
-def _(swizzled, rows, columns):
-    return swizzled.new_empty((*swizzled.shape[:-1], rows, columns))
 
 
 # Random state -------------------------------------------------------------------------------------------------------

@@ -34,11 +34,12 @@ def quantize(
         scale, rounding, block, outer, rht: see Spec.
         axis: -1; or -2 for x.mT, whose contraction is x's second last axis: the copy that a backward GEMM wants.
         rng: where random bits come from: an int seed, or an int64 tensor {seed, offset} or {seed, offset, row, k}
-            (row and k: the logical place of a shard's first element). Default: drawn from torch's generator if the spec
-            needs it.
+            (row and k: the logical place of a shard's first element, from 0 to 2^32 - 1; k is a multiple of the block,
+            and of the RHT's length). Default: drawn from torch's generator if the spec needs it.
         role: "x", "w" or "dy": tensors of different roles have different random bits under one rng.
         amax: the outer groups' largest magnitudes (fp32, of the shape of global_scale), where x is a shard of a larger
-            tensor.
+            tensor. Finite numbers from 0 on. (The values of rng and amax on a CUDA device are not read by the host, and
+            so not checked.)
 
     Returns:
         A QTensor of shape [.., rows, K]; under an RHT it holds the rotated values. No gradient flows through it:
@@ -47,7 +48,8 @@ def quantize(
     Raises:
         ValueError: an unknown or biased combination (see Spec), an unknown role or axis, another device than that of x.
         TypeError: a dtype that is not accepted.
-        RuntimeError: an argument of the wrong shape.
+        RuntimeError: an argument of the wrong shape, an amax or an rng out of range, x with a tangent, inside a
+            transform of torch.func or traced by torch.jit.
 
     Source: docs/numerics.md, 2-7.
     """
@@ -65,6 +67,7 @@ def quantize(
     check_place(axis, role)
     if amax is not None:
         check_device("amax", amax, x)
+        ops.check_plain("amax", amax)
     if isinstance(x, QTensor):
         if amax is not None:
             raise ValueError("amax is given beside a QTensor; accepted: None, it is measured")
@@ -114,9 +117,10 @@ def check_place(axis: int, role: str) -> None:
 
 
 def check_input(name: str, x: Tensor) -> None:
-    """Raises TypeError unless x is a tensor of a dtype that can be quantized."""
+    """Raises TypeError unless x is a tensor of a dtype that can be quantized; otherwise as ops.check_plain."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; accepted: a torch.Tensor")
+    ops.check_plain(name, x)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         why = " (rounding float64 twice is not rounding it once)" if x.dtype == torch.float64 else ""
         raise TypeError(f"{name} is {x.dtype}; accepted: float32, bfloat16, float16{why}")

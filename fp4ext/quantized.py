@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from . import policies
 from .activation import swiglu
-from .autograd import first_derivative, refuse_transforms
+from .autograd import first_derivative
 from .formats import Format
 from .gemm import gemm
 from .grouped import grouped_gemm, grouped_quantize
 from .layer_ops import by_autocast
 from .policy import Policy
 from .qtensor import QTensor
-from .quantize import quantize
+from .quantize import check_input, quantize
 from .spec import Spec
 from .stacked import Stacked, mixed, names_of_stacks, plain_class, stack_of
 
@@ -195,7 +195,7 @@ class QuantizedStacked(Stacked):
 
 def _product(x: Tensor, spec: Spec | None, w: QTensor, bias: Tensor | None, offsets: Tensor | None) -> Tensor:
     """Q(x)·ŵᵀ + bias in the dtype of x, with its backward. x [T, K], w [N, K]; or with offsets [E], w [E, N, K]."""
-    refuse_transforms("a packed layer", x, bias)
+    check_input("x", x)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _Product.apply(x, spec, w, bias, offsets)
     operand = x if spec is None else quantize(x, spec) if offsets is None else grouped_quantize(x, spec, offsets)

@@ -59,7 +59,7 @@ def test_what_has_no_rule_raises(layer, transform):
 def test_forward_mode_raises(layer, grad):
     with forward_ad.dual_level(), torch.set_grad_enabled(grad):
         x = forward_ad.make_dual(torch.randn(8, 64), torch.randn(8, 64))
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
             LAYERS[layer]()(x)
         LAYERS[layer]()(torch.randn(8, 64))  # one without a tangent
 

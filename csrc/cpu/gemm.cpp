@@ -135,7 +135,7 @@ struct Pass {
 void run(const GemmKernel& kernel, const std::vector<Pass>& wave, uint8_t* packed, const Parallel& parallel) {
   const int64_t passes = static_cast<int64_t>(wave.size());
   share(
-      passes, kGrain, parallel, [&](int64_t p) { return wave[p].tiles(); },
+      passes, kGrain, parallel, [&](int64_t p) { return wave[p].args.k ? wave[p].tiles() : 0; },
       [&](int64_t p) { return wave[p].tile_rows() * (wave[p].args.k + 1); },
       [&](int64_t p, int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) wave[p].pack(t, packed);

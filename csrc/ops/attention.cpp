@@ -1,7 +1,5 @@
 #include "attention.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include "../cpu/attention.h"
 
 // attention on the CPU: check, allocate, run.
@@ -32,4 +30,4 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optiona
 }  // namespace
 }  // namespace fp4ext
 
-STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) { m.impl("attention", TORCH_BOX(&fp4ext::attention)); }
+STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) { m.impl("attention", FP4EXT_BOX(&fp4ext::attention)); }

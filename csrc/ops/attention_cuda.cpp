@@ -1,7 +1,5 @@
 #include "../kernels/attention.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include "attention.h"
 #include "cuda.h"
 
@@ -35,4 +33,4 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optiona
 }  // namespace
 }  // namespace fp4ext
 
-STABLE_TORCH_LIBRARY_IMPL(FP4EXT_CUDA_LIBRARY, FP4EXT_CUDA_KEY, m) { m.impl("attention", TORCH_BOX(&fp4ext::attention)); }
+STABLE_TORCH_LIBRARY_IMPL(FP4EXT_CUDA_LIBRARY, FP4EXT_CUDA_KEY, m) { m.impl("attention", FP4EXT_BOX(&fp4ext::attention)); }

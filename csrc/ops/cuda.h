@@ -60,11 +60,6 @@ inline void check_launch(const char* what, cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, what, " failed: ", error_text(error));
 }
 
-inline void check_same_device(const char* name, const Tensor& t, const Tensor& x) {
-  STD_TORCH_CHECK(t.is_cuda() == x.is_cuda() && t.get_device_index() == x.get_device_index(), name,
-                  " must be on the device of the input; it is on ", t.is_cpu() ? "the CPU" : "another one");
-}
-
 // The ends of the rows of experts stay on the device, where nothing raises: what they hold is clamped there.
 inline void check_offsets_on_device(const Tensor& offsets, const Tensor& x) {
   check_same_device("offsets", offsets, x);

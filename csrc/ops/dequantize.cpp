@@ -1,5 +1,3 @@
-#include <torch/csrc/stable/library.h>
-
 #include "stored.h"
 
 // dequantize on the CPU.
@@ -18,4 +16,4 @@ Tensor dequantize(const Tensor& codes, const Tensor& scales, const Tensor& globa
 }  // namespace
 }  // namespace fp4ext
 
-STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) { m.impl("dequantize", TORCH_BOX(&fp4ext::dequantize)); }
+STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) { m.impl("dequantize", FP4EXT_BOX(&fp4ext::dequantize)); }

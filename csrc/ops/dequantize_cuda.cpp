@@ -1,5 +1,3 @@
-#include <torch/csrc/stable/library.h>
-
 #include "stored_cuda.h"
 
 // dequantize, swizzle and unswizzle on CUDA.
@@ -41,8 +39,9 @@ Tensor swizzle(const Tensor& scales, std::optional<Tensor> offsets) {
 Tensor unswizzle(const Tensor& swizzled, int64_t rows, int64_t columns) {
   check_bytes("swizzled", swizzled);
   Sizes sizes = sizes_of(swizzled);
-  STD_TORCH_CHECK(rows >= 0 && columns >= 0, "rows and columns are ", rows, " and ", columns, "; accepted: 0 or more");
-  const int64_t size = padded_rows(rows) * padded_columns(columns);
+  check_length("rows", rows);
+  check_length("columns", columns);
+  const int64_t size = product({padded_rows(rows), padded_columns(columns)}, 0, 2);
   STD_TORCH_CHECK(!sizes.empty() && sizes.back() == size, "swizzled has shape ", describe(sizes), "; accepted for ", rows, " rows and ",
                   columns, " blocks: [.., ", size, "]");
   const int64_t stack = product(sizes, 0, sizes.size() - 1);
@@ -60,7 +59,7 @@ Tensor unswizzle(const Tensor& swizzled, int64_t rows, int64_t columns) {
 }  // namespace fp4ext
 
 STABLE_TORCH_LIBRARY_IMPL(FP4EXT_CUDA_LIBRARY, FP4EXT_CUDA_KEY, m) {
-  m.impl("dequantize", TORCH_BOX(&fp4ext::dequantize));
-  m.impl("swizzle", TORCH_BOX(&fp4ext::swizzle));
-  m.impl("unswizzle", TORCH_BOX(&fp4ext::unswizzle));
+  m.impl("dequantize", FP4EXT_BOX(&fp4ext::dequantize));
+  m.impl("swizzle", FP4EXT_BOX(&fp4ext::swizzle));
+  m.impl("unswizzle", FP4EXT_BOX(&fp4ext::unswizzle));
 }

@@ -1,5 +1,3 @@
-#include <torch/csrc/stable/library.h>
-
 #include "operand.h"
 
 // gemm on the CPU: check, allocate, run.
@@ -54,7 +52,7 @@ void gemm_add(const Tensor& x_codes, Optional x_scales, Optional x_global, Text 
   check_choices(accumulate, backend);
   check_dtype("out", out, ScalarType::Float);
   check_sizes("out", out, product.sizes);
-  STD_TORCH_CHECK(out.is_contiguous(), "out has gaps between its elements; accepted: a contiguous tensor");
+  check_out(out, product.x, product.w, product.bias);
   product.args.add = true;
   product.run(out);
 }
@@ -63,6 +61,6 @@ void gemm_add(const Tensor& x_codes, Optional x_scales, Optional x_global, Text 
 }  // namespace fp4ext
 
 STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) {
-  m.impl("gemm", TORCH_BOX(&fp4ext::gemm));
-  m.impl("gemm_add", TORCH_BOX(&fp4ext::gemm_add));
+  m.impl("gemm", FP4EXT_BOX(&fp4ext::gemm));
+  m.impl("gemm_add", FP4EXT_BOX(&fp4ext::gemm_add));
 }

@@ -1,5 +1,3 @@
-#include <torch/csrc/stable/library.h>
-
 #include "dispatch_cuda.h"
 #include "gemm_fast_cuda.h"
 
@@ -93,8 +91,8 @@ struct Product {
     check_same_device("w_codes", w, x);
     if (x_scales) check_same_device("x_scales", *x_scales, x);
     if (w_scales) check_same_device("w_scales", *w_scales, x);
-    if (x_global && x_global->numel()) check_same_device("x_global", *x_global, x);
-    if (w_global && w_global->numel()) check_same_device("w_global", *w_global, x);
+    if (x_global) check_same_device("x_global", *x_global, x);
+    if (w_global) check_same_device("w_global", *w_global, x);
   }
 };
 
@@ -116,7 +114,7 @@ void gemm_add(const Tensor& x_codes, Optional x_scales, Optional x_global, Text 
   check_dtype("out", out, ScalarType::Float);
   check_same_device("out", out, x_codes);
   check_sizes("out", out, product.sizes(x_codes));
-  STD_TORCH_CHECK(out.is_contiguous(), "out has gaps between its elements; accepted: a contiguous tensor");
+  check_out(out, product.x, product.w, product.bias);
   product.args.add = true;
   product.run(out, accumulate, backend);
 }
@@ -133,7 +131,7 @@ Tensor grouped_gemm(const Tensor& x_codes, Optional x_scales, Optional x_global,
 }  // namespace fp4ext
 
 STABLE_TORCH_LIBRARY_IMPL(FP4EXT_CUDA_LIBRARY, FP4EXT_CUDA_KEY, m) {
-  m.impl("gemm", TORCH_BOX(&fp4ext::gemm));
-  m.impl("gemm_add", TORCH_BOX(&fp4ext::gemm_add));
-  m.impl("grouped_gemm", TORCH_BOX(&fp4ext::grouped_gemm));
+  m.impl("gemm", FP4EXT_BOX(&fp4ext::gemm));
+  m.impl("gemm_add", FP4EXT_BOX(&fp4ext::gemm_add));
+  m.impl("grouped_gemm", FP4EXT_BOX(&fp4ext::grouped_gemm));
 }

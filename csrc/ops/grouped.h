@@ -12,7 +12,6 @@ inline Bounds check_offsets(const Tensor& offsets, int64_t rows, const char* of)
   check_dtype("offsets", offsets, ScalarType::Int);
   STD_TORCH_CHECK(offsets.dim() == 1 && offsets.numel() > 0, "offsets has shape ", describe(sizes_of(offsets)),
                   "; accepted: [E], the ends of the rows of at least 1 expert");
-  STD_TORCH_CHECK(offsets.is_cpu(), "offsets must be on the device of x, the CPU");
   const Tensor dense = torch::stable::contiguous(offsets);
   const auto* end = static_cast<const int32_t*>(dense.data_ptr());
   Bounds bounds{0};

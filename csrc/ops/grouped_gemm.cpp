@@ -1,6 +1,4 @@
-#include <cstring>
-
-#include <torch/csrc/stable/library.h>
+#include <algorithm>
 
 #include "grouped.h"
 #include "operand.h"
@@ -68,7 +66,7 @@ Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::
                           p + row * n * y_bytes, y_bf16, false});
     }
     cpu::gemm(products, torch_threads());
-    std::memset(p + bounds.back() * n * y_bytes, 0, (m - bounds.back()) * n * y_bytes);  // rows of no expert
+    std::fill(p + bounds.back() * n * y_bytes, p + m * n * y_bytes, 0);  // rows of no expert
     return y;
   }
 
@@ -89,4 +87,4 @@ Tensor grouped_gemm(const Tensor& x_codes, std::optional<Tensor> x_scales, std::
 }  // namespace
 }  // namespace fp4ext
 
-STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) { m.impl("grouped_gemm", TORCH_BOX(&fp4ext::grouped_gemm)); }
+STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) { m.impl("grouped_gemm", FP4EXT_BOX(&fp4ext::grouped_gemm)); }

@@ -1,6 +1,4 @@
-#include <cstring>
-
-#include <torch/csrc/stable/library.h>
+#include <algorithm>
 
 #include "grouped.h"
 #include "quantization.h"
@@ -80,7 +78,7 @@ class Grouped {
     const int64_t first_row = colwise() ? 0 : bounds_.back(), first = colwise() ? starts_.back() : 0;
     const auto clear = [&](const Tensor& t, int64_t elements) {  // a byte of t holds so many
       auto* p = static_cast<uint8_t*>(t.data_ptr());
-      for (int64_t r = first_row; r < rows_; ++r) std::memset(p + (r * row_ + first) / elements, 0, (row_ - first) / elements);
+      for (int64_t r = first_row; r < rows_; ++r) std::fill(p + (r * row_ + first) / elements, p + (r + 1) * row_ / elements, 0);
     };
     clear(out_.codes, packed() ? 2 : 1);
     clear(out_.scales, common_.spec.block());
@@ -149,7 +147,7 @@ class Grouped {
 
 std::tuple<Tensor, Tensor, Tensor> grouped_quantize(const Tensor& x, optional<Tensor> offsets, Text spec, int64_t axis,
                                                     optional<Tensor> rng, int64_t role) {
-  cpu::QuantizeArgs args = check_quantization(check_float("x", x), spec, axis, rng, role);
+  cpu::QuantizeArgs args = check_quantization(x, check_float("x", x), spec, axis, rng, role);
   const Tensor dense = torch::stable::contiguous(x);
   args.x = dense.data_ptr();
   auto r = Grouped(dense, sizes_of(x), args, offsets, nullptr).run();
@@ -160,7 +158,7 @@ std::tuple<Tensor, Tensor, Tensor> grouped_requantize(const Tensor& codes, const
                                                       int64_t k, optional<Tensor> offsets, Text spec, int64_t axis, optional<Tensor> rng,
                                                       int64_t role) {
   const Stored input(codes, scales, global_scale, format, k);
-  const cpu::QuantizeArgs args = check_quantization(cpu::Dtype::fp32, spec, axis, rng, role);
+  const cpu::QuantizeArgs args = check_quantization(codes, cpu::Dtype::fp32, spec, axis, rng, role);
   auto r = Grouped(input.codes, input.sizes, args, offsets, &input.args).run();
   return {r.codes, r.scales, r.global};
 }
@@ -169,6 +167,6 @@ std::tuple<Tensor, Tensor, Tensor> grouped_requantize(const Tensor& codes, const
 }  // namespace fp4ext
 
 STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) {
-  m.impl("grouped_quantize", TORCH_BOX(&fp4ext::grouped_quantize));
-  m.impl("grouped_requantize", TORCH_BOX(&fp4ext::grouped_requantize));
+  m.impl("grouped_quantize", FP4EXT_BOX(&fp4ext::grouped_quantize));
+  m.impl("grouped_requantize", FP4EXT_BOX(&fp4ext::grouped_requantize));
 }

@@ -60,7 +60,9 @@ struct Job {
     if (experts) take(*experts);
     copy.rht = kernels::rht_n(spec, along_tokens() ? 0 : k());  // there each expert has its own
     copy.stages = spec.rht_stages;
-    if (spec.rounding != Rounding::nearest || spec.rht) set_rng(random);
+    const bool needed = spec.rounding != Rounding::nearest || spec.rht;
+    check_rng(random, needed, on);
+    if (needed) set_rng(*random);
   }
 
   void take(const Experts& experts) {
@@ -72,15 +74,11 @@ struct Job {
     if (copy.colwise) copy.pitch = padded_capacity(in.rows, in.experts, spec.block());
   }
 
-  void set_rng(const std::optional<Tensor>& random) {
-    STD_TORCH_CHECK(random.has_value(), "rng is missing: this spec rounds or rotates at random; accepted: an int64 tensor {seed, offset}");
-    check_dtype("rng", *random, ScalarType::Long);
-    STD_TORCH_CHECK(random->dim() == 1 && (random->size(0) == 2 || random->size(0) == 4), "rng has shape ", describe(sizes_of(*random)),
-                    "; accepted: [2] {seed, offset} or [4] {seed, offset, row, k}");
-    check_same_device("rng", *random, on);
-    rng = torch::stable::contiguous(*random);
+  // What it holds stays on the device: a shard's k that does not begin a block is not seen.
+  void set_rng(const Tensor& random) {
+    rng = torch::stable::contiguous(random);
     copy.rng = static_cast<const int64_t*>(rng->data_ptr());
-    copy.sharded = random->size(0) == 4;
+    copy.sharded = random.size(0) == 4;
   }
 
   bool along_tokens() const { return offsets && copy.colwise; }  // the contraction holds one expert's tokens after the other's

@@ -93,6 +93,17 @@ inline int64_t contraction(const cpu::Operand& x, const cpu::Operand& w) {
   return std::min(x.k_stored, w.k_stored);
 }
 
+// What is written beside what is read of it. An operand that is not contiguous was copied: its copy overlaps nothing.
+inline void check_out(const Tensor& out, const Input& x, const Input& w, const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(out.is_contiguous(), "out has gaps between its elements; accepted: a contiguous tensor");
+  const auto check = [&](const char* name, const std::optional<Tensor>& t) {
+    if (t) check_no_overlap(name, *t, out);
+  };
+  check("x_codes", x.codes), check("x_scales", x.scales), check("x_global", x.global);
+  check("w_codes", w.codes), check("w_scales", w.scales), check("w_global", w.global);
+  check("bias", bias);
+}
+
 // The CPU has one order of summation, the law's, and one backend.
 inline void check_choices(const std::string& accumulate, const std::string& backend) {
   static constexpr Choice<bool> kAccumulate[] = {{"invariant", true}, {"fast", true}};

@@ -1,5 +1,3 @@
-#include <torch/csrc/stable/library.h>
-
 #include "quantization.h"
 
 // quantize, quantize_rowcol, requantize and amax on the CPU: check, measure the outer scale, allocate, run.
@@ -18,17 +16,17 @@ struct Job {
   OuterScales outer;
 
   Job(const Tensor& input, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role)
-      : Job(check_float("x", input), sizes_of(input), key, axis, rng, role) {
+      : Job(input, check_float("x", input), sizes_of(input), key, axis, rng, role) {
     x = torch::stable::contiguous(input);
     args.x = x.data_ptr();
   }
   Job(const Stored& input, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role)
-      : Job(cpu::Dtype::fp32, input.sizes, key, axis, rng, role) {
+      : Job(input.codes, cpu::Dtype::fp32, input.sizes, key, axis, rng, role) {
     x = input.codes;
     stored = &input.args;
   }
-  Job(cpu::Dtype dtype, Sizes input_sizes, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role)
-      : sizes(std::move(input_sizes)), args(check_quantization(dtype, key, axis, rng, role)) {
+  Job(const Tensor& on, cpu::Dtype dtype, Sizes input_sizes, const string& key, int64_t axis, const optional<Tensor>& rng, int64_t role)
+      : sizes(std::move(input_sizes)), args(check_quantization(on, dtype, key, axis, rng, role)) {
     const size_t dim = sizes.size(), least = axis == -2 ? 2 : 1;
     STD_TORCH_CHECK(dim >= least, "x has ", dim, " dimensions; accepted: at least ", least, " with axis=", axis);
     STD_TORCH_CHECK(args.spec.outer != OuterKind::expert || dim == 3, "x has ", dim,
@@ -36,6 +34,7 @@ struct Job {
     args.batch = dim > 2 ? product(sizes, 0, dim - 2) : 1;
     args.rows = dim > 1 ? sizes[dim - 2] : 1;
     args.cols = sizes[dim - 1];
+    check_shard(args.rng, args.vector_length());
   }
 
   // The shape of the result, with `last` elements in the last axis.
@@ -84,16 +83,13 @@ struct Result {
   Tensor codes, scales, global;
 };
 
+// `amax`: of each outer group, as measured or checked.
 Result run(Job& job, const optional<Tensor>& amax) {
   auto& a = job.args;
   Tensor global = job.new_global();
   auto* g = static_cast<float*>(global.data_ptr());
   if (amax) {
-    STD_TORCH_CHECK(a.spec.outer != OuterKind::none, "amax is given, but this format has no outer scale");
-    check_dtype("amax", *amax, ScalarType::Float);
-    check_sizes("amax", *amax, job.global_sizes());
-    const Tensor dense = torch::stable::contiguous(*amax);
-    job.set_outer(static_cast<const float*>(dense.data_ptr()), g);
+    job.set_outer(static_cast<const float*>(amax->data_ptr()), g);
   } else if (a.spec.outer != OuterKind::none) {
     job.measure(g);
     const std::vector<float> measured(g, g + a.num_groups());
@@ -114,6 +110,13 @@ Result run(Job& job, const optional<Tensor>& amax) {
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, Text spec, int64_t axis, optional<Tensor> rng, int64_t role,
                                             optional<Tensor> amax) {
   Job job(x, spec, axis, rng, role);
+  if (amax) {
+    STD_TORCH_CHECK(job.args.spec.outer != OuterKind::none, "amax is given, but this format has no outer scale");
+    check_dtype("amax", *amax, ScalarType::Float);
+    check_sizes("amax", *amax, job.global_sizes());
+    amax = torch::stable::contiguous(*amax);
+    check_amax(static_cast<const float*>(amax->data_ptr()), amax->numel());
+  }
   auto r = run(job, amax);
   return {r.codes, r.scales, r.global};
 }
@@ -151,8 +154,8 @@ Tensor amax(const Tensor& x, Text spec, int64_t axis, optional<Tensor> rng) {
 }  // namespace fp4ext
 
 STABLE_TORCH_LIBRARY_IMPL(fp4ext, CPU, m) {
-  m.impl("quantize", TORCH_BOX(&fp4ext::quantize));
-  m.impl("quantize_rowcol", TORCH_BOX(&fp4ext::quantize_rowcol));
-  m.impl("requantize", TORCH_BOX(&fp4ext::requantize));
-  m.impl("amax", TORCH_BOX(&fp4ext::amax));
+  m.impl("quantize", FP4EXT_BOX(&fp4ext::quantize));
+  m.impl("quantize_rowcol", FP4EXT_BOX(&fp4ext::quantize_rowcol));
+  m.impl("requantize", FP4EXT_BOX(&fp4ext::requantize));
+  m.impl("amax", FP4EXT_BOX(&fp4ext::amax));
 }

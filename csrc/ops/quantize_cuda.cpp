@@ -1,5 +1,3 @@
-#include <torch/csrc/stable/library.h>
-
 #include "job_cuda.h"
 
 // quantize, quantize_rowcol, requantize and amax on CUDA, and what each expert's matrix alone makes of the first and third. Both
@@ -77,10 +75,10 @@ Tensor amax(const Tensor& x, Text spec, int64_t axis, optional<Tensor> rng) {
 }  // namespace fp4ext
 
 STABLE_TORCH_LIBRARY_IMPL(FP4EXT_CUDA_LIBRARY, FP4EXT_CUDA_KEY, m) {
-  m.impl("quantize", TORCH_BOX(&fp4ext::quantize));
-  m.impl("quantize_rowcol", TORCH_BOX(&fp4ext::quantize_rowcol));
-  m.impl("requantize", TORCH_BOX(&fp4ext::requantize));
-  m.impl("grouped_quantize", TORCH_BOX(&fp4ext::grouped_quantize));
-  m.impl("grouped_requantize", TORCH_BOX(&fp4ext::grouped_requantize));
-  m.impl("amax", TORCH_BOX(&fp4ext::amax));
+  m.impl("quantize", FP4EXT_BOX(&fp4ext::quantize));
+  m.impl("quantize_rowcol", FP4EXT_BOX(&fp4ext::quantize_rowcol));
+  m.impl("requantize", FP4EXT_BOX(&fp4ext::requantize));
+  m.impl("grouped_quantize", FP4EXT_BOX(&fp4ext::grouped_quantize));
+  m.impl("grouped_requantize", FP4EXT_BOX(&fp4ext::grouped_requantize));
+  m.impl("amax", FP4EXT_BOX(&fp4ext::amax));
 }

@@ -12,12 +12,15 @@ struct Stored {
 
   Stored(const Tensor& c, const Tensor& s, const Tensor& global_scale, const std::string& format, int64_t k) : sizes(sizes_of(c)) {
     const FormatId f = parse_format(format);
+    check_length("k", k);
     const int64_t block = block_of(f), padded = (k + block - 1) / block * block;
     check_bytes("codes", c);
     check_bytes("scales", s);
+    check_same_device("scales", s, c);
+    check_same_device("global_scale", global_scale, c);
     STD_TORCH_CHECK(!sizes.empty(), "codes has no dimensions; accepted: at least 1");
-    STD_TORCH_CHECK(k >= 0 && sizes.back() == padded / codes_per_byte(f), "codes has shape ", describe(sizes), "; accepted for k=", k,
-                    ": [.., ", padded / codes_per_byte(f), "]");
+    STD_TORCH_CHECK(sizes.back() == padded / codes_per_byte(f), "codes has shape ", describe(sizes), "; accepted for k=", k, ": [.., ",
+                    padded / codes_per_byte(f), "]");
     sizes.back() = padded / block;
     check_sizes("scales", s, sizes);
     sizes.back() = k;
