@@ -132,5 +132,5 @@ def pile(weights: list[Weight]) -> Weight:
             *(torch.stack([getattr(w.outer, what) for w in weights]) for what in ("numerator", "denominator"))
         )
     q = replace(first.q, codes=codes, scales=scales, shape=torch.Size((len(weights), *first.q.shape)))
-    q = q if outer is None else replace(q, global_scale=spread(outer.value, q))
+    q = q if outer is None else replace(q, global_scale=spread(outer.value))
     return Stored(q, outer, first.input_amax)

@@ -139,7 +139,7 @@ class Stored:
             return self
         sign = torch.where(zero, 0x88, 0xFF).to(torch.uint8).repeat_interleave(q.format.block // 2, -1)
         scales = torch.where(zero, torch.tensor(_MIN_E4M3, dtype=torch.uint8), bytes_).view(q.scales.dtype)
-        scale = q.global_scale if outer is None else spread(outer.value, q)
+        scale = q.global_scale if outer is None else spread(outer.value)
         return replace(self, q=replace(q, codes=q.codes & sign, scales=scales, global_scale=scale), outer=outer)
 
 
@@ -172,8 +172,8 @@ def stored(
     if outer is not None:
         outer = check_outer(name, outer, codes)
     shape = torch.Size((*codes.shape[:-1], k))
-    q = QTensor(codes, scales, None, format, shape, dtype)
-    return Stored(q if outer is None else replace(q, global_scale=spread(outer.value, q)), outer, input_amax)
+    scale = None if outer is None else spread(outer.value)
+    return Stored(QTensor(codes, scales, scale, format, shape, dtype), outer, input_amax)
 
 
 def check_scales(name: str, format: formats.Format, scales: Tensor) -> None:
@@ -211,7 +211,7 @@ def check_outer(name: str, outer: Outer, codes: Tensor) -> Outer:
     return outer
 
 
-def spread(value: Tensor, q: QTensor) -> Tensor:
+def spread(value: Tensor) -> Tensor:
     """An outer scale [] or [E] in the shape that a QTensor has it."""
     return value if value.dim() == 0 else value.reshape(-1, 1, 1)
 
