@@ -224,6 +224,7 @@ def test_an_outer_scale_that_a_format_lacks_is_refused():
 
 def copies(q):
     """A QTensor by every way in which Python and torch copy things."""
+
     def saved(weights_only):
         buffer = io.BytesIO()
         torch.save({"q": q}, buffer)
@@ -276,7 +277,8 @@ PARTS = {
     "global_scale is torch.float64": {"global_scale": lambda q: q.global_scale.double()},
     "global_scale is torch.float32 (2,)": {"global_scale": lambda q: torch.ones(2)},
     "format is 'nvfp4'; accepted: a Format": {"format": lambda q: "nvfp4"},
-    "dtype is torch.float64; accepted: torch.float32, torch.bfloat16, torch.float16": {"dtype": lambda q: torch.float64},
+    "dtype is torch.float64; accepted: torch.float32, torch.bfloat16, torch.float16": {
+        "dtype": lambda q: torch.float64},
     "codes is torch.uint8 (48, 32); accepted: torch.uint8 (48, 40)": {"shape": lambda q: torch.Size((48, 80))},
 }  # fmt: skip
 

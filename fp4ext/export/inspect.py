@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -12,9 +14,12 @@ from torch import Tensor
 from .. import formats
 from . import naming
 from .checkpoint import Checkpoint
-from .errors import Refused
+from .errors import Refused, shown
 from .progress import Bar
 from .stored import Stored
+
+# Patterns of a config, and stars in one: trying them costs names × patterns × length^stars.
+MAX_WILD, MAX_STARS = 256, 4
 
 
 @dataclass
@@ -87,7 +92,7 @@ class Inspection:
             lines += ["", f"plain ({sum(n for _, n, _ in self.plain.values())} tensors):"]
             lines += _aligned([(name, dtype, str(n), f"{size:,} B") for name, (dtype, n, size) in self.plain.items()])
         lines += ["", *(f"fault: {fault}" for fault in self.faults)] if self.faults else ["", "no faults"]
-        return "\n".join(lines)
+        return "\n".join(map(shown, lines))
 
 
 def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
@@ -179,10 +184,10 @@ def _config_faults(checkpoint: Checkpoint) -> list[str]:
     lists.append(quantization.get("exclude_modules") if isinstance(quantization, dict) else None)
     excluded = [p for found in lists if isinstance(found, list) for p in found if isinstance(p, str)]
     faults = []
+    listed_by = _matcher(excluded)
     for name in checkpoint:
-        module = naming.module(name)
-        listed = next((p for p in excluded if _matches(module, p)), None)
-        if checkpoint.format(name) is not None and listed is not None:
+        listed = listed_by(naming.module(name)) if checkpoint.format(name) is not None else None
+        if listed is not None:
             faults.append(f"{name!r} is quantized, the config excludes it ({listed!r})")
     if (
         checkpoint.layout.name in ("compressed-tensors", "modelopt")
@@ -198,10 +203,22 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def _matches(module: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        return False  # a stranger's regular expression is not run
-    return module == pattern or fnmatchcase(module, pattern)
+def _matcher(patterns: list[str]) -> Callable[[str], str | None]:
+    """A function: module → the pattern that it fits, if any. A stranger's regular expressions ("re:…") are not run.
+
+    Names without wildcards are looked up. Of the others, only the first MAX_WILD are tried.
+    """
+    exact = {p for p in patterns if not p.startswith("re:")}
+    wild = [p for p in dict.fromkeys(patterns) if p in exact and any(c in p for c in "*?[")]
+    few = [p for p in wild if p.count("*") <= MAX_STARS][:MAX_WILD]
+    tries = [(p, re.compile(fnmatch.translate(p)).match) for p in few]
+
+    def listed_by(module: str) -> str | None:
+        if module in exact:
+            return module
+        return next((p for p, match in tries if match(module)), None)
+
+    return listed_by
 
 
 def _range(ends: tuple[float, float]) -> str:

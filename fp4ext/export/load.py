@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from ..qtensor import QTensor
 from ..quantized import QuantizedExperts, QuantizedLinear
 from . import naming
 from .checkpoint import Checkpoint
-from .errors import Refused
+from .errors import Refused, shown
 from .progress import Bar
 
 
@@ -47,7 +48,13 @@ def load(
         raise Refused(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
     modules = dict(model.named_modules())
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    known = [name for name in checkpoint if name not in _recomputed(modules)]
+    recomputed = _recomputed(modules)
+    known = [name for name in checkpoint if name not in recomputed]
+    unused = [name for name in known if name not in state and _is_optional(checkpoint, name)]
+    if unused:
+        what = f"{shown(unused[0], 200)}{f' and {len(unused) - 1} more' if len(unused) > 1 else ''}"
+        warnings.warn(f"{path}: the model has no place for {what}; not loaded", stacklevel=2)
+        known = [name for name in known if name not in set(unused)]
     _check_names(checkpoint, known, state)
     new: dict[str, Tensor | QTensor] = {}
     with Bar(sum(map(checkpoint.nbytes, known)), progress) as bar:
@@ -59,6 +66,11 @@ def load(
         if isinstance(value, QTensor):
             _pack(model, name, value, new, policy)
     return model
+
+
+def _is_optional(checkpoint: Checkpoint, name: str) -> bool:
+    """What a model may do without: scales of a KV cache, and what lies in a file beside those of the index."""
+    return naming.is_cache_scale(name) or checkpoint.folder.is_beside(name)
 
 
 def _recomputed(modules: dict[str, nn.Module]) -> set[str]:

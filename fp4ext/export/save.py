@@ -21,7 +21,7 @@ from ..spec import Spec
 from . import arrange, layouts, naming
 from .against import against
 from .checkpoint import Checkpoint
-from .errors import Refused
+from .errors import Refused, shown
 from .layout import Layout, Written
 from .plan import Filter, Plan, chooser
 from .progress import Bar
@@ -40,6 +40,7 @@ class Report:
         left: weight that could have been quantized, or nearly → why it is plain. 1-D tensors are not listed.
         lost: weight → what the new layout could not keep. Empty: every bit that decodes is there.
         clipped: weight → elements that no longer fit the stored scales (with `like`).
+        aside: file or folder of the source that was not copied along → why.
         bytes: of the new checkpoint's tensors. was: of the source's.
     """
 
@@ -49,6 +50,7 @@ class Report:
     left: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     clipped: dict[str, int] = field(default_factory=dict)
+    aside: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
     was: int = 0
 
@@ -63,7 +65,8 @@ class Report:
         if self.clipped:
             n = sum(self.clipped.values())
             lines.append(f"  {n} elements in {len(self.clipped)} weights were clipped: they outgrew the stored scales")
-        return "\n".join(lines)
+        lines += [f"  not copied: {', '.join(names)} ({why})" for why, names in self._by(self.aside)]
+        return "\n".join(shown(line) for line in lines)
 
     @staticmethod
     def _by(named: dict[str, str]) -> list[tuple[str, list[str]]]:
@@ -150,6 +153,7 @@ class _Job:
         writer.files |= self.layout.describe(self.src.config, written)
         writer.copies += [path for path in self.src.side_files if path.name not in writer.files]
         self.report.bytes = writer.bytes
+        self.report.aside |= self.src.aside
 
     def _encoded(self, names: list[str]) -> Iterator[tuple[str, Stored | Tensor]]:
         """The new checkpoint's weights that come of these."""

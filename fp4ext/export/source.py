@@ -26,7 +26,7 @@ class Source:
 
     Attributes:
         config: the model's config.json, {} where there is none.
-        side_files: files to copy along.
+        side_files: files to copy along. aside: name of one that stays behind → why.
         policies: weight name → the policy of the layer it is in, where that has one.
         linear: the names of linear layers' weights, where they are known; None where names must tell.
         alternating, transposed: whether stacks alternate gate and up by rows; whether plain stacks are [E, K, N].
@@ -34,6 +34,7 @@ class Source:
 
     config: dict
     side_files: list[Path]
+    aside: dict[str, str] = {}
     policies: dict[str, Policy]
     linear: set[str] | None = None
     alternating = False
@@ -59,7 +60,7 @@ class FromCheckpoint(Source):
         self.checkpoint = checkpoint
         self.config, self.policies = dict(checkpoint.config), {}
         self.config.pop("quantization_config", None)
-        self.side_files = checkpoint.folder.side_files()
+        self.side_files, self.aside = checkpoint.folder.side_files(), checkpoint.folder.left_aside()
         plain_and_transposed = checkpoint.layout.name == "plain" and self.config.get("model_type") in naming.TRANSPOSED
         self.transposed = self.alternating = checkpoint.layout.transposed or plain_and_transposed
         self.names, self.shape, self.dtype = lambda: list(checkpoint), checkpoint.shape, checkpoint.dtype
