@@ -6,13 +6,16 @@ memory of their own (no mapping: what was read and dropped is gone).
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from . import comfy
 from .errors import Refused
 from .header import Header, Slot, parse_json, read_header
 
@@ -88,9 +91,28 @@ class Folder:
         self._open.move_to_end(shard)
         return self._open[shard]
 
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.slots)}
+
+    @cached_property
+    def comfy(self) -> dict[str, comfy.Nibbles]:
+        """What ComfyUI's markers say of modules, see comfy.py."""
+        return comfy.markers(self)
+
+    def without(self, names) -> Folder:
+        """The same folder as if it had no tensors of these names."""
+        other = copy.copy(self)
+        other.slots = {name: slot for name, slot in self.slots.items() if name not in names}
+        return other
+
     def is_beside(self, name: str) -> bool:
         """Whether a tensor lies in one of the files `beside`."""
         return self._files[name].name in self.beside
+
+    def place(self, group: dict[str, str]) -> int:
+        """Where the first tensor of a group stands among all."""
+        return min(self._order[tensor] for tensor in group.values())
 
     def nbytes(self, name: str) -> int:
         return self.slots[name].nbytes

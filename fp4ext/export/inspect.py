@@ -15,11 +15,13 @@ from .. import formats
 from . import naming
 from .checkpoint import Checkpoint
 from .errors import Refused, shown
+from .fp8 import Fp8
 from .progress import Bar
 from .stored import Stored
 
 # Patterns of a config, and stars in one: trying them costs names × patterns × length^stars.
 MAX_WILD, MAX_STARS = 256, 4
+INPUTS = {"input_scale", "input_amax"}
 
 
 @dataclass
@@ -110,11 +112,11 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
     with Bar(size, progress) as bar:
         for name in sorted(checkpoint, key=naming.natural):
             fmt = checkpoint.format(name)
-            if fmt is None:
+            if fmt is None and name not in checkpoint.fp8:
                 _note_plain(found, checkpoint, name)
                 continue
             pattern = _pattern(name)
-            kind = pattern, fmt.name, checkpoint.shape(name)
+            kind = pattern, "fp8" if fmt is None else fmt.name, checkpoint.shape(name)
             row = rows.setdefault(kind, Row(*kind))
             names[kind] = name
             try:
@@ -125,13 +127,19 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
     found.rows = list(rows.values())
     for row in found.rows:
         if row.weights == 1:
-            row.name = names[row.name, row.format, row.shape]
+            row.name = names[row.name, "fp8" if row.format.startswith("fp8") else row.format, row.shape]
     found.faults += _config_faults(checkpoint)
     return found
 
 
 def _add(row: Row, checkpoint: Checkpoint, name: str) -> None:
     weight = checkpoint.weight(name)
+    if isinstance(weight, Fp8):
+        row.format = weight.kind
+        row.top += (_fp8_at_max(weight) - row.top) / (row.weights + 1)
+        row.weights, row.elements = row.weights + 1, row.elements + weight.shape.numel()
+        row.bytes, row.scale = row.bytes + checkpoint.nbytes(name), _widen(row.scale, weight.scale.float())
+        return
     scales = weight.q.scales.float()
     zero = _zero_blocks(weight)
     used = scales[~zero] if bool((~zero).any()) else scales[:0]
@@ -162,6 +170,11 @@ def _at_max(weight: Stored) -> float:
     return (q.codes.float().abs() == q.format.element.max).float().mean().item()
 
 
+def _fp8_at_max(weight: Fp8) -> float:
+    most = torch.finfo(weight.codes.dtype).max
+    return (weight.codes.float().abs() == most).float().mean().item()
+
+
 def _widen(range_: tuple[float, float] | None, values: Tensor) -> tuple[float, float] | None:
     if not values.numel():
         return range_
@@ -186,15 +199,23 @@ def _config_faults(checkpoint: Checkpoint) -> list[str]:
     faults = []
     listed_by = _matcher(excluded)
     for name in checkpoint:
-        listed = listed_by(naming.module(name)) if checkpoint.format(name) is not None else None
+        quantized = checkpoint.format(name) is not None or name in checkpoint.fp8
+        listed = listed_by(naming.module(name)) if quantized else None
         if listed is not None:
             faults.append(f"{name!r} is quantized, the config excludes it ({listed!r})")
     if (
         checkpoint.layout.name in ("compressed-tensors", "modelopt")
         and not about
         and not checkpoint.folder.quant_config
+        and not checkpoint.folder.comfy
     ):
         faults.append("config.json has no quantization_config: readers will not know that weights are packed")
+    inputs = {name: INPUTS & checkpoint.group(name).keys() for name in checkpoint if checkpoint.format(name)}
+    missing = [name for name, has in inputs.items() if not has and checkpoint.format(name) is formats.NVFP4]
+    if missing and any(inputs.values()):
+        more = f" and {len(missing) - 1} more have" if len(missing) > 1 else " has"
+        n = sum(map(bool, inputs.values()))
+        faults.append(f"{missing[0]!r}{more} no input scale, {n} others have one: readers of W4A4 expect it")
     return faults
 
 

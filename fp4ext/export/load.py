@@ -15,6 +15,8 @@ from ..quantized import QuantizedExperts, QuantizedLinear
 from . import naming
 from .checkpoint import Checkpoint
 from .errors import Refused, shown
+from .fp8 import Fp8
+from .fp8_linear import Fp8Linear
 from .progress import Bar
 
 
@@ -30,8 +32,8 @@ def load(
     Args:
         path: a folder or a .safetensors file, plain or in any layout.
         model: a module whose parameters have the checkpoint's names; on the meta device it takes no memory before.
-            Its linear layers with a quantized weight become QuantizedLinear, in place, and its fp4ext.Experts
-            QuantizedExperts; other quantized weights are dequantized into their parameters.
+            Its linear layers with a quantized weight become QuantizedLinear (of FP8, Fp8Linear), in place, and its
+            fp4ext.Experts QuantizedExperts; other quantized weights are dequantized into their parameters.
         policy: whose sampler quantizes the packed layers' inputs, where in the weights' format.
         progress: show a bar on stderr; default: on a terminal.
 
@@ -56,14 +58,14 @@ def load(
         warnings.warn(f"{path}: the model has no place for {what}; not loaded", stacklevel=2)
         known = [name for name in known if name not in set(unused)]
     _check_names(checkpoint, known, state)
-    new: dict[str, Tensor | QTensor] = {}
+    new: dict[str, Tensor | QTensor | Fp8] = {}
     with Bar(sum(map(checkpoint.nbytes, known)), progress) as bar:
         for name in known:
             new[name] = _fitted(checkpoint, name, state[name], modules)
             bar.advance(checkpoint.nbytes(name), name)
     _put(model, state, new)
     for name, value in new.items():
-        if isinstance(value, QTensor):
+        if isinstance(value, (QTensor, Fp8)):
             _pack(model, name, value, new, policy)
     return model
 
@@ -92,7 +94,7 @@ def _check_names(checkpoint: Checkpoint, known: list[str], state: dict[str, Tens
             raise Refused(f"{checkpoint.folder.path}: {what} {names[0]!r}{more}; accepted: a model of the same names")
 
 
-def _fitted(checkpoint: Checkpoint, name: str, old: Tensor, modules: dict[str, nn.Module]) -> Tensor | QTensor:
+def _fitted(checkpoint: Checkpoint, name: str, old: Tensor, modules: dict[str, nn.Module]) -> Tensor | QTensor | Fp8:
     """What takes the place of a parameter or buffer."""
     value = checkpoint[name]
     stack = isinstance(value, QTensor) and naming.is_stack(name, tuple(value.shape))
@@ -103,11 +105,13 @@ def _fitted(checkpoint: Checkpoint, name: str, old: Tensor, modules: dict[str, n
         raise Refused(f"{checkpoint.folder.path}: {name!r} is {shape}; accepted: {tuple(old.shape)}, as in the model")
     owner, _, leaf = name.rpartition(".")
     module = modules.get(owner)
-    if isinstance(value, QTensor) and owner and isinstance(module, nn.Linear) and leaf == "weight":
+    if isinstance(value, (QTensor, Fp8)) and owner and isinstance(module, nn.Linear) and leaf == "weight":
         return value
     if isinstance(value, QTensor) and owner and type(module) is Experts and _packs(checkpoint, owner):
         return value
     dtype = old.dtype if old.dtype.is_floating_point else None
+    if isinstance(value, Fp8):
+        return value.dequantize(dtype)
     if isinstance(value, QTensor):
         plain = value.dequantize(dtype or torch.float32)
         return plain.mT.contiguous() if stack and checkpoint.layout.transposed else plain
@@ -134,11 +138,13 @@ def _packs(checkpoint: Checkpoint, owner: str) -> bool:
     return all(name in checkpoint and checkpoint.format(name) is not None for name in names)
 
 
-def _pack(model: nn.Module, name: str, weight: QTensor, new, policy: Policy | str) -> None:
+def _pack(model: nn.Module, name: str, weight: QTensor | Fp8, new, policy: Policy | str) -> None:
     """Put a packed layer in the place of a linear one, or of experts once both stacks are there."""
     owner, _, leaf = name.rpartition(".")
     old = model.get_submodule(owner)
-    if isinstance(old, nn.Linear):
+    if isinstance(weight, Fp8):
+        layer = Fp8Linear(weight, old.bias)
+    elif isinstance(old, nn.Linear):
         layer = QuantizedLinear.of(weight, old.bias, policy, owner)
     elif leaf == "gate_up_proj":
         layer = QuantizedExperts.of(weight, new[f"{owner}.down_proj"], policy, owner)

@@ -22,7 +22,8 @@ from . import arrange, layouts, naming
 from .against import against
 from .checkpoint import Checkpoint
 from .errors import Refused, shown
-from .layout import Layout, Written
+from .fp8 import Fp8
+from .layout import Layout, Pieces, Written
 from .plan import Filter, Plan, chooser
 from .progress import Bar
 from .source import Source, source_of
@@ -144,7 +145,9 @@ class _Job:
 
     def run(self, writer: Writer, bar: Bar) -> None:
         """Read, quantize and write, a layer's worth at a time."""
-        written = Written()
+        written = Written(kv_cache=self.src.kv_cache)
+        if self.src.kv_cache is not None and not self.layout.says_kv_cache:
+            self.report.lost["kv_cache_scheme"] = f"a config of {self.layout.name} says nothing of the KV cache"
         for names in self.plan.units():
             for name, weight in self._encoded(names):
                 self._write(writer, written, name, weight)
@@ -155,7 +158,7 @@ class _Job:
         self.report.bytes = writer.bytes
         self.report.aside |= self.src.aside
 
-    def _encoded(self, names: list[str]) -> Iterator[tuple[str, Stored | Tensor]]:
+    def _encoded(self, names: list[str]) -> Iterator[tuple[str, Stored | Fp8 | Tensor]]:
         """The new checkpoint's weights that come of these."""
         spec = self.plan.specs.get(names[0])
         pieces = self._arranged(names, {name: self._load(name, spec) for name in names})
@@ -165,8 +168,10 @@ class _Job:
             fresh = spec is not None and isinstance(weight, Tensor)
             yield name, self._quantized(name, weight, spec, shared.get(name)) if fresh else weight
 
-    def _load(self, name: str, spec: Spec | None) -> Stored | Tensor:
+    def _load(self, name: str, spec: Spec | None) -> Stored | Fp8 | Tensor:
         weight = self.src.weight(name)
+        if isinstance(weight, Fp8):
+            return weight
         if isinstance(weight, Tensor):
             stack = naming.is_stack(name, tuple(weight.shape))
             return weight.mT if spec is not None and stack and self.src.transposed else weight
@@ -181,11 +186,17 @@ class _Job:
             return weight
         if not self.plan.requantize:
             raise Refused(f"{name!r}: {weight.q} does not fit into {self.layout.name}; accepted: fp4ext, or requantize")
+        made = self._anew(name, weight.q.dequantize(torch.float32))
+        self.report.lost[name] = f"quantized anew, {weight.q.format} → {made.q.format}"
+        return replace(made, input_amax=weight.input_amax)
+
+    def _anew(self, name: str, values: Tensor) -> Stored:
+        """Values quantized by the policy's spec, or where the layout cannot hold that by the layout's own."""
         target = self.plan.choose.spec_of(name)
         if target is None or self.layout.why_not(self.plan.target_name(name), target.fmt):
             target = Spec(self.layout.formats[0].name)
-        self.report.lost[name] = f"quantized anew, {weight.q.format} → {target.fmt}"
-        return self._quantized(name, weight.q.dequantize(torch.float32), target, None)
+        self.report.lost[name] = f"quantized anew, into {target.fmt}"
+        return self._quantized(name, values, target, None)
 
     def _arranged(self, names: list[str], weights: dict[str, Stored | Tensor]) -> list[tuple[str, Stored | Tensor]]:
         """Under the names and in the arrangement of the layout."""
@@ -197,7 +208,8 @@ class _Job:
             for n in names:
                 m = naming.SEPARATE.match(n)
                 parts.setdefault(naming.PARTS.get(m["part"], m["part"]), {})[int(m["e"])] = weights[n]
-            return [arrange.stack(separate["experts"], parts, self.layout)]
+            anew = self._anew if self.plan.requantize else None
+            return [arrange.stack(separate["experts"], parts, self.layout, anew)]
         if packed and naming.STACK.match(name) and arrange.is_stack(weights[name]):
             alternating = self.src.alternating or naming.STACK.match(name)["part"] in naming.ALTERNATING
             if self.layout.experts_only:
@@ -233,23 +245,33 @@ class _Job:
         made = Stored.of(q)
         return made.without_zero_scales() if made.per_matrix else made
 
-    def _write(self, writer: Writer, written: Written, name: str, weight: Stored | Tensor) -> None:
+    def _write(self, writer: Writer, written: Written, name: str, weight: Stored | Fp8 | Tensor) -> None:
         if isinstance(weight, Tensor):
             if weight.dim() >= 2:
                 written.plain.append(name)
             writer.add(name, weight)
             return
+        if isinstance(weight, Fp8):
+            self._write_pieces(writer, name, self.layout.write_fp8(name, weight))
+            written.fp8[name] = replace(weight, codes=weight.codes.to("meta"))
+            self.report.quantized[name] = weight.kind
+            self.report.left.pop(name, None)
+            return
         amax = self.input_amax.get(naming.module(name))
         if amax is not None:
             weight = replace(weight, input_amax=torch.tensor(float(amax)))
-        written.with_input_amax += weight.input_amax is not None
-        pieces = self.layout.write(name, weight)
+        if weight.input_amax is not None:
+            written.with_inputs.add(name)
+        self._write_pieces(writer, name, self.layout.write(name, weight))
+        written.formats[name] = self.report.quantized[name] = weight.q.format.name
+
+    def _write_pieces(self, writer: Writer, name: str, pieces: Pieces) -> None:
         writer.say(pieces.metadata)
         for tensor, value in pieces.tensors.items():
             writer.add(tensor, value)
         if pieces.lost:
-            self.report.lost[name] = pieces.lost
-        written.formats[name] = self.report.quantized[name] = weight.q.format.name
+            before = self.report.lost.get(name)
+            self.report.lost[name] = pieces.lost if before is None else f"{before}; {pieces.lost}"
 
 
 def check_finite(name: str, q) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,9 +15,12 @@ from ..formats import Format
 from ..policy import Policy
 from ..qtensor import QTensor
 from ..quantized import QuantizedExperts, QuantizedLinear, QuantizedStacked
-from . import naming
+from . import kv_cache, naming
 from .checkpoint import Checkpoint
 from .errors import Refused
+from .fp8 import Fp8
+from .fp8_linear import Fp8Linear
+from .kv_cache import KvCache
 from .stored import Stored
 
 
@@ -29,6 +32,7 @@ class Source:
         side_files: files to copy along. aside: name of one that stays behind → why.
         policies: weight name → the policy of the layer it is in, where that has one.
         linear: the names of linear layers' weights, where they are known; None where names must tell.
+        fp8: the names of weights that are FP8 already. kv_cache: the scheme of the KV cache.
         alternating, transposed: whether stacks alternate gate and up by rows; whether plain stacks are [E, K, N].
     """
 
@@ -37,6 +41,8 @@ class Source:
     aside: dict[str, str] = {}
     policies: dict[str, Policy]
     linear: set[str] | None = None
+    fp8: Collection[str] = ()
+    kv_cache: KvCache | None = None
     alternating = False
     transposed = False
 
@@ -60,6 +66,7 @@ class FromCheckpoint(Source):
         self.checkpoint = checkpoint
         self.config, self.policies = dict(checkpoint.config), {}
         self.config.pop("quantization_config", None)
+        self.fp8, self.kv_cache = checkpoint.fp8.keys(), kv_cache.of(checkpoint.folder)
         self.side_files, self.aside = checkpoint.folder.side_files(), checkpoint.folder.left_aside()
         plain_and_transposed = checkpoint.layout.name == "plain" and self.config.get("model_type") in naming.TRANSPOSED
         self.transposed = self.alternating = checkpoint.layout.transposed or plain_and_transposed
@@ -73,8 +80,12 @@ class InMemory(Source):
     def __init__(self, weights: Mapping[str, Tensor | QTensor | Stored], config: dict | None = None):
         self.weights, self.config, self.side_files, self.policies = dict(weights), config or {}, [], {}
         for name, w in self.weights.items():
-            if not isinstance(name, str) or not isinstance(w, (Tensor, QTensor, Stored)):
+            if not isinstance(name, str) or not isinstance(w, (Tensor, QTensor, Stored, Fp8)):
                 raise Refused(f"weight {name!r} is {type(w).__name__}; accepted: a name → a Tensor or QTensor")
+            q = w.q if isinstance(w, Stored) else w
+            if isinstance(q, (QTensor, Fp8)) and 0 in q.shape:
+                raise Refused(f"weight {name!r} is {tuple(q.shape)}; accepted: a quantized weight that is not empty")
+        self.fp8 = {name for name, w in self.weights.items() if isinstance(w, Fp8)}
 
     def names(self):
         return list(self.weights)
@@ -85,7 +96,7 @@ class InMemory(Source):
 
     def dtype(self, name):
         w = self.weights[name]
-        return (w.q if isinstance(w, Stored) else w).dtype
+        return w.codes.dtype if isinstance(w, Fp8) else (w.q if isinstance(w, Stored) else w).dtype
 
     def format(self, name):
         w = self.weights[name]
@@ -114,7 +125,7 @@ def of_module(model: nn.Module) -> InMemory:
             weights |= {f"{dot}{leaf}": module.held(leaf) for leaf in module.stacks}
             weights |= {f"{dot}{leaf}": p.detach() for leaf, p in module.named_parameters(recurse=False)}
             continue
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, (QuantizedLinear, Fp8Linear)):
             weights[f"{dot}weight"] = module.weight
             if module.bias is not None:
                 weights[f"{dot}bias"] = module.bias.detach()
@@ -146,7 +157,7 @@ def source_of(source, scratch: ExitStack) -> Source:
     if isinstance(source, Checkpoint):
         return FromCheckpoint(source)
     if isinstance(source, nn.Module):
-        kinds = (QuantizedLinear, QuantizedExperts, QuantizedStacked)
+        kinds = (QuantizedLinear, QuantizedExperts, QuantizedStacked, Fp8Linear)
         packed = any(isinstance(module, kinds) for module in source.modules())
         if hasattr(source, "save_pretrained") and not packed:
             folder = scratch.enter_context(tempfile.TemporaryDirectory(prefix="fp4ext-"))
