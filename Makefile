@@ -8,7 +8,7 @@ export PATH := $(PATH):$(abspath $(VENV)/bin)
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help demo test test-fast test-avx512 test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
+.PHONY: help demo test test-fast fuzz test-avx512 test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
 help:  ## what each target does
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -49,6 +49,10 @@ test-avx512: build  ## the ops' tests with the AVX-512 kernels, on a CPU that ma
 	rm -rf build/avx512/package && mkdir -p build/avx512/package && cp -r fp4ext build/avx512/package/ && rm -f build/avx512/package/fp4ext/_C*.so
 	cp build/avx512/_C*.so build/avx512/package/fp4ext/
 	FP4EXT_ISA=avx512 PYTHONPATH=$(abspath build/avx512/package) $(VENV)/bin/pytest -m "not slow" tests/ops tests/numerics
+
+HOURS ?= 1
+fuzz: build  ## HOURS=1 of changed checkpoints for the readers: refused by a line, or read right; stops at a fault
+	$(PY) -m tests.export.fuzzing --hours $(HOURS)
 
 test-simt-sanitized: build  ## every CUDA kernel once on the SIMT machine under AddressSanitizer and UBSan
 	FP4EXT_SIMT_SANITIZE=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .. import policies
 from ..experts import Experts
 from ..policy import Policy
 from ..qtensor import QTensor
@@ -38,16 +39,19 @@ def load(
         progress: show a bar on stderr; default: on a terminal.
 
     Returns:
-        The Checkpoint (name → QTensor or Tensor, read when asked for), or the model.
+        The Checkpoint (name → QTensor, Fp8 or Tensor, read when asked for), or the model. A warning names scales of a
+        KV cache, and weights beside those of the index, for which the model has no place.
 
     Raises:
         Refused: a checkpoint that cannot be believed, or one that does not fit the model, which is then as it was.
+        ValueError: an unknown policy, likewise.
     """
     checkpoint = Checkpoint(path)
     if model is None:
         return checkpoint
     if not isinstance(model, nn.Module):
         raise Refused(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
+    policy = policies.get(policy)
     modules = dict(model.named_modules())
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     recomputed = _recomputed(modules)
