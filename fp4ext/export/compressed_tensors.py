@@ -121,7 +121,7 @@ class CompressedTensors(Layout):
         shape = {"tensor": (1,), "channel": (-1, 1), "block": weight.grid}[weight.strategy]
         tensors = {name: weight.codes, f"{name}_scale": weight.scale.reshape(shape)}
         if weight.input_scale is not None:
-            tensors[f"{prefix}input_scale"] = weight.input_scale
+            tensors[f"{prefix}input_scale"] = weight.input_scale.reshape(-1)  # [1]: readers want the shape too
         return Pieces(tensors)
 
     def describe(self, config, written):

@@ -137,6 +137,11 @@ def block_of(folder: Folder, name: str, pieces: Pieces) -> tuple[int, int] | Non
     total = 1
     for d in given:
         total *= d
+    if total == 1 and len(given) >= 2 and max(n, k) > 1:  # a matrix of one block, in a checkpoint of blocks
+        named = pieces["scale"].endswith("_inv") or len(given) == 4
+        for rows, columns in (*_declared(folder.config), *([BLOCK] if named else [])):
+            if n <= rows and k <= columns and not stack:
+                return rows, columns
     if total == 1 or (stack and given in ((stack[0],), (stack[0], 1, 1))):
         return None
     if shape in ((*stack, n), (*stack, n, 1)):

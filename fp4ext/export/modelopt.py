@@ -100,7 +100,7 @@ class ModelOpt(Layout):
         shape = {"tensor": stack, "channel": (*stack, weight.shape[-2]), "block": weight.grid}[weight.strategy]
         tensors = {name: weight.codes, f"{name}_scale": weight.scale.reshape(shape if weight.scale.numel() > 1 else ())}
         if weight.input_scale is not None:
-            tensors[f"{name.removesuffix('weight')}input_scale"] = weight.input_scale
+            tensors[f"{name.removesuffix('weight')}input_scale"] = weight.input_scale.squeeze()
         return Pieces(tensors)
 
     def describe(self, config, written):

@@ -150,7 +150,7 @@ def test_the_amax_that_is_stored(tmp_path):
             assert re.search("the outer scale is off by [1-9]e-0[78]", str(report.lost))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("rule", ["amax", "sweep", "four_over_six"])
 @pytest.mark.parametrize("via", [[], ["fp4ext"], ["compressed-tensors"], ["modelopt", "fp4ext"]])
 def test_inkling2_is_lossless_to_its_loader_or_says_so(via, rule, seed, tmp_path):

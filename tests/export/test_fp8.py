@@ -12,6 +12,7 @@ from fp4ext.export.fp8 import Fp8
 from fp4ext.export.fp8_linear import Fp8Linear
 from fp4ext.testing import assert_bytes_equal
 
+from . import models
 from .models import folder_of, transformers
 from .weights import SWEEP, weight
 
@@ -127,7 +128,7 @@ def test_kept_as_they_are(layout, name, tmp_path):
         assert_bytes_equal(w.codes, pieces["m.w.weight"])
         was = next(t for n, t in pieces.items() if "m.w" in n and "scale" in n)
         assert_bytes_equal(w.scale.flatten(), was.flatten())
-        assert_bytes_equal(w.input_scale, torch.tensor([0.5]))
+        assert_bytes_equal(w.input_scale.flatten(), torch.tensor([0.5]))
         assert_bytes_equal(w.dequantize(torch.float32), truth)
         assert set(there) >= {"m.w.weight", "m.norm.weight"} and not inspect(tmp_path / folder).faults
 
@@ -234,3 +235,77 @@ def test_refused(message, tmp_path):
     with pytest.raises(Refused) as error:
         dict(load(tmp_path))
     assert message in str(error.value)
+
+
+# What modelopt exports
+
+
+def exported(tmp_path, config: str, fp8_layers: str | None = None, kv_cache: bool = False):
+    """A tiny Llama as modelopt quantizes and exports it; some of its layers in FP8, and its KV cache."""
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization import qtensor  # noqa: F401  (first, else the next import fails)
+
+    import modelopt.torch.quantization as mtq  # isort: skip
+
+    model = models.opened(models.plain("llama", tmp_path / "plain"))
+    model.config.architectures = ["LlamaForCausalLM"]
+    rules = list(getattr(mtq, config)["quant_cfg"])
+    if fp8_layers:
+        fp8 = {"num_bits": (4, 3), "axis": None}
+        rules += [{"quantizer_name": f"{fp8_layers}.*{what}_quantizer", "cfg": fp8} for what in ("weight", "input")]
+    rules += list(mtq.FP8_KV_CFG["quant_cfg"]) if kv_cache else []
+    model = mtq.quantize(model, {"quant_cfg": rules, "algorithm": "max"}, forward_loop=models.logits)
+    export_hf_checkpoint(model, export_dir=tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+REAL = {
+    "FP8_DEFAULT_CFG": "fp8_e4m3/tensor",
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG": "fp8_e4m3/channel",
+    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": "fp8_e4m3/tensor",  # one block each, whose scale it writes without a shape
+}
+
+
+@pytest.mark.parametrize("config", REAL)
+def test_modelopts_own_exports(config, tmp_path):
+    """Every linear layer is read as FP8, within a step of what was quantized, and survives compressed-tensors."""
+    theirs = exported(tmp_path, config)
+    plain, there = load(tmp_path / "plain"), load(theirs)
+    fp8 = [name for name in there if isinstance(there[name], Fp8)]
+    assert len(fp8) == 14 and {there[name].kind for name in fp8} == {REAL[config]}
+    assert not inspect(theirs).faults
+    for name in fp8:
+        got, was = there[name].dequantize(torch.float32), plain[name].float()
+        assert bool(((got - was).abs() <= 2**-4 * was.abs() + 2**-9 * was.abs().max()).all()), name
+    convert(theirs, tmp_path / "out", "compressed-tensors")
+    again = load(tmp_path / "out")
+    for name in fp8:
+        assert_bytes_equal(again[name].codes, there[name].codes)
+        assert_bytes_equal(again[name].dequantize(), there[name].dequantize())
+        assert (again[name].input_scale is None) == (there[name].input_scale is None)
+
+
+def test_modelopts_nvfp4_beside_fp8(tmp_path):
+    theirs = exported(tmp_path, "NVFP4_DEFAULT_CFG", fp8_layers="*layers.1")
+    there = load(theirs)
+    kinds = {name.split(".")[2]: type(there[name]).__name__ for name in there if ".mlp." in name and "weight" in name}
+    assert kinds == {"0": "QTensor", "1": "Fp8"} and not inspect(theirs).faults
+    report = convert(theirs, tmp_path / "out", "compressed-tensors")
+    assert sorted(set(report.quantized.values())) == ["fp8_e4m3/tensor", "nvfp4"]
+    kept = models.opened(tmp_path / "out")
+    assert models.logits(kept).isfinite().all()
+    for name in ("model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj"):
+        models.logits(kept)
+        weight = kept.get_submodule(name).weight
+        close = (weight.float() - there[f"{name}.weight"].dequantize(torch.float32)).abs()
+        assert bool((close <= 2**-7 * weight.float().abs()).all()), name
+
+
+def test_modelopts_kv_cache(tmp_path):
+    theirs = exported(tmp_path, "FP8_DEFAULT_CFG", kv_cache=True)
+    there = load(theirs)
+    scales = [name for name in there if name.endswith((".k_scale", ".v_scale"))]
+    assert len(scales) == 4
+    convert(theirs, tmp_path / "out", "compressed-tensors")
+    about = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert about["kv_cache_scheme"]["num_bits"] == 8 and set(scales) <= set(load(tmp_path / "out"))
