@@ -102,6 +102,11 @@ class Checkpoint(Mapping):
         """The tensors that a weight is made of, by role."""
         return self._groups[name]
 
+    def other_metadata(self) -> list[str]:
+        """Keys of the files' metadata that say nothing of a weight."""
+        own = {f"{name}.{what}" for name in self for what in ("format", "shape", "dtype")}
+        return [key for key in self.folder.metadata if key != "format" and key not in own]
+
     def _check_sizes(self, name: str) -> None:
         """No tensor of a quantized weight may be empty: behind a zero, the other lengths are only claims."""
         for tensor in self._groups[name].values():

@@ -24,8 +24,11 @@ READ = "NVFP4, MXFP4, MXFP8 and FP8, in the layouts of docs/interchange.md"
 
 def check_config(folder: Folder) -> None:
     """Raises Refused for a config that names a method, a format or a rotation that fp4ext does not know."""
-    about = folder.config.get("quantization_config", folder.config.get("compression_config"))
-    for where, said in (("config.json", about), ("hf_quant_config.json", folder.quant_config.get("quantization"))):
+    parts = [folder.config, folder.config.get("text_config")]
+    keys = ("quantization_config", "compression_config")
+    said_in = [("config.json", part.get(key)) for part in parts if isinstance(part, dict) for key in keys]
+    said_in.append(("hf_quant_config.json", folder.quant_config.get("quantization")))
+    for where, said in said_in:
         if not isinstance(said, dict):
             continue
         rotation = next((key for key in ROTATIONS if said.get(key)), None)

@@ -68,6 +68,7 @@ class FromCheckpoint(Source):
         self.config.pop("quantization_config", None)
         self.fp8, self.kv_cache = checkpoint.fp8.keys(), kv_cache.of(checkpoint.folder)
         self.side_files, self.aside = checkpoint.folder.side_files(), checkpoint.folder.left_aside()
+        self.aside |= {f"metadata {key!r}": "metadata of the files" for key in checkpoint.other_metadata()}
         plain_and_transposed = checkpoint.layout.name == "plain" and self.config.get("model_type") in naming.TRANSPOSED
         self.transposed = self.alternating = checkpoint.layout.transposed or plain_and_transposed
         self.names, self.shape, self.dtype = lambda: list(checkpoint), checkpoint.shape, checkpoint.dtype

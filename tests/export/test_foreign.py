@@ -147,6 +147,21 @@ def test_refused_by_name(message, tmp_path):
     assert message in str(error.value)
 
 
+def test_a_rotation_of_a_part_is_seen_too(tmp_path):
+    about = {"quant_method": "compressed-tensors", "transform_config": ROTATED}
+    folder_of(tmp_path, ct(quantize(weight(64, 64), SWEEP)), {"text_config": {"quantization_config": about}})
+    with pytest.raises(Refused, match="has a transform_config"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["fp4ext", "modelopt"])
+def test_metadata_that_is_not_kept_is_reported(layout, tmp_path):
+    save_file({"m.w.weight": weight(64, 64)}, tmp_path / "m.safetensors", {"format": "pt", "author": "a"})
+    report = save(tmp_path / "m.safetensors", tmp_path / "out", layout)
+    assert report.aside == {"metadata 'author'": "metadata of the files"} and "not copied: metadata" in str(report)
+    assert not convert(tmp_path / "out", tmp_path / "two", layout).aside
+
+
 MX8 = quantize(weight(64, 64), "mxfp8")
 
 
