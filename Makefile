@@ -51,6 +51,7 @@ test-one: build  ## one file or test, in this process: make test-one T=tests/tes
 FUZZ_SECONDS ?= 3600
 fuzz: build  ## draw calls (and files) at random, for FUZZ_SECONDS each
 	FP4EXT_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m pytest -m fuzz -s
+	$(PY) -m tests.export.fuzzing --hours $$(echo "$(FUZZ_SECONDS) / 3600" | bc -l)
 
 test-avx512: build  ## the ops' tests with the AVX-512 kernels, on a CPU that may lack it (tests/avx512)
 	$(PY) -m cmake -S . -B build/avx512 -G Ninja -DFP4EXT_CUDA=OFF -DFP4EXT_AVX512_DOUBLE=ON -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release

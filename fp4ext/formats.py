@@ -29,10 +29,14 @@ class Element:
     min: float
     top_step: float
 
+    def __reduce__(self):  # copies and pickles are the object itself: `is` compares elements
+        return element, (self.name,)
+
 
 E2M1 = Element("e2m1", 4, 6.0, 2, 0.5, 2.0)
 E4M3 = Element("e4m3", 8, 448.0, 8, 2.0**-9, 32.0)
 E5M2 = Element("e5m2", 8, 57344.0, 15, 2.0**-16, 8192.0)
+ELEMENTS = {e.name: e for e in (E2M1, E4M3, E5M2)}
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,9 @@ class Format:
     def __str__(self) -> str:
         return self.name
 
+    def __reduce__(self):  # copies and pickles are the object itself: `is` compares formats
+        return get, (self.name,)
+
 
 NVFP4 = Format(
     "nvfp4",
@@ -108,3 +115,10 @@ def get(name: str | Format) -> Format:
     if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"unknown format {name!r}; formats: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def element(name: str) -> Element:
+    """The Element of that name. Raises ValueError, listing the names there are."""
+    if name not in ELEMENTS:
+        raise ValueError(f"unknown element {name!r}; elements: {', '.join(ELEMENTS)}")
+    return ELEMENTS[name]

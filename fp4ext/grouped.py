@@ -123,10 +123,11 @@ def grouped_quantize(
         out = ops.grouped_requantize(*x.stored(), offsets, spec.key, axis, rng, ops.ROLES[role])
     else:
         out = ops.grouped_quantize(x.detach(), offsets, spec.key, axis, rng_state(rng, x, spec), ops.ROLES[role])
-    q = wrap(x, spec, axis, *out)
     if offsets is None or axis == -1:
-        return q
-    return Ragged(q.codes, q.scales, q.global_scale, q.format, q.shape, offsets, q.dtype)
+        return wrap(x, spec, axis, *out)
+    codes, scales, outer = out
+    shape, outer = torch.Size((x.shape[1], x.shape[0])), outer if spec.fmt.has_global_scale else None
+    return Ragged(codes, scales, outer, spec.fmt, shape, offsets, x.dtype)
 
 
 def grouped_gemm(

@@ -25,6 +25,11 @@ class QTensor:
         format: the Format.
         shape: the logical shape.
         dtype: what dequantize gives by default: the dtype of the tensor it was made from.
+
+    It can be copied, pickled, and read by torch.load with weights_only=True.
+
+    Raises:
+        TypeError: a part of another type. ValueError: parts whose dtypes or shapes do not fit together.
     """
 
     codes: Tensor
@@ -33,6 +38,15 @@ class QTensor:
     format: Format
     shape: torch.Size
     dtype: torch.dtype = torch.float32
+
+    def __post_init__(self):
+        if not torch.compiler.is_compiling():  # compiled code builds what eager code built, and needs no guards for it
+            _check(self)
+
+    def __reduce__(self):
+        # As bytes: torch.load(weights_only=True) reads no 8-bit floats. It calls `_rebuilt`, which is listed below.
+        codes, scales = self.codes.view(torch.uint8), self.scales.view(torch.uint8)
+        return _rebuilt, (codes, scales, self.global_scale, self.format.name, tuple(self.shape), self.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """x̂ = element · fl(block scale · global scale), [.., rows, K], rounded once to dtype (default: self.dtype).
@@ -95,20 +109,60 @@ class QTensor:
         if not all(n.isdecimal() for n in lengths):
             raise ValueError(f"{name}.shape is {','.join(lengths)!r}; accepted: lengths such as '64,128'")
         shape = torch.Size(int(n) for n in lengths)
-        k, rows = fmt.padded(shape[-1]), shape[:-1]
-        accepted = {
-            "codes": (fmt.codes_dtype, [(*rows, k // fmt.codes_per_byte)]),
-            "scales": (fmt.scale_dtype, [(*rows, k // fmt.block)]),
-            "global_scale": (torch.float32, [(), (*rows, 1), (*rows[:1], 1, 1)] if fmt.has_global_scale else []),
-        }
-        made = {key: tensors.get(f"{name}.{key}") for key in accepted}
-        for key, (t_dtype, shapes) in accepted.items():
-            t = made[key]
-            if t is not None and (t.dtype != t_dtype or tuple(t.shape) not in shapes):
-                wanted = f"{t_dtype} {' or '.join(map(str, shapes))}" if shapes else f"none, for {fmt}"
-                raise ValueError(f"{name}.{key} is {t.dtype} {tuple(t.shape)}; accepted: {wanted}")
-        return cls(**made, format=fmt, shape=shape, dtype=ops.DTYPES[dtype])
+        made = {key: tensors.get(f"{name}.{key}") for key in ("codes", "scales", "global_scale")}
+        try:
+            return cls(**made, format=fmt, shape=shape, dtype=ops.DTYPES[dtype])
+        except ValueError as error:
+            raise ValueError(f"{name}.{error}") from None
 
     def __repr__(self) -> str:
         size = f"shape={tuple(self.shape)}, {self.bits_per_element:.2f} bits an element"
         return f"QTensor({self.format}, {size}, device={self.device})"
+
+
+def _check(q: QTensor) -> None:
+    """Raises TypeError or ValueError unless the parts of a QTensor fit together."""
+    if not isinstance(q.format, Format):
+        raise TypeError(f"format is {q.format!r}; accepted: a Format, see formats.get")
+    if q.dtype not in ops.DTYPES.values():
+        raise ValueError(f"dtype is {q.dtype}; accepted: {', '.join(map(str, ops.DTYPES.values()))}")
+    *rows, k = q.shape or (0,)
+    k = q.format.padded(k)
+    codes, scales = (*rows, k // q.format.codes_per_byte), (*rows, k // q.format.block)
+    _check_part("codes", q.codes, q.format.codes_dtype, [codes])
+    _check_part("scales", q.scales, q.format.scale_dtype, [scales])
+    if q.format.has_global_scale:
+        whole = [(), (*rows, 1), (*rows[:1], 1, 1)]
+        _check_part("global_scale", q.global_scale, torch.float32, whole if len(rows) > 1 else whole[:2], rows)
+    elif q.global_scale is not None:
+        raise ValueError(f"global_scale is {_of(q.global_scale)}; accepted: none, for {q.format}")
+
+
+def _check_part(name: str, part, dtype: torch.dtype, shapes: list[tuple[int, ...]], rows: list[int] | None = None):
+    """Raises unless a part is a Tensor of this dtype and shape, or, given rows, broadcastable to [*rows, 1]."""
+    accepted = f"{dtype} {' or '.join(map(str, shapes))}"
+    if part is not None and not isinstance(part, Tensor):
+        raise TypeError(f"{name} is {type(part).__name__}; accepted: a Tensor, {accepted}")
+    fits = part is not None and part.dtype == dtype
+    if fits and rows is None:
+        fits = tuple(part.shape) in shapes
+    elif fits:
+        wanted = (*rows, 1)
+        fits = part.dim() <= len(wanted) and all(
+            n in (1, most) for n, most in zip(part.shape[::-1], wanted[::-1], strict=False)
+        )
+    if not fits:
+        raise ValueError(f"{name} is {_of(part)}; accepted: {accepted}")
+
+
+def _of(part) -> str:
+    return f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else repr(part)
+
+
+def _rebuilt(codes: Tensor, scales: Tensor, outer: Tensor | None, fmt: str, shape: tuple[int, ...], dtype) -> QTensor:
+    """What QTensor.__reduce__ took apart."""
+    fmt = formats.get(fmt)
+    return QTensor(codes.view(fmt.codes_dtype), scales.view(fmt.scale_dtype), outer, fmt, torch.Size(shape), dtype)
+
+
+torch.serialization.add_safe_globals([_rebuilt])

@@ -1,6 +1,9 @@
 """QTensor: inert data that can be stored, moved and decoded, and nothing else."""
 
+import copy
 import dataclasses
+import io
+import pickle
 
 import pytest
 import torch
@@ -76,18 +79,22 @@ def test_dequantize_refuses_a_dtype():
 
 @pytest.mark.parametrize("format", NAMES)
 def test_pieces_of_another_dtype_are_refused(format):
-    """Bytes of one format are never read as those of another."""
+    """Bytes of one format are never read as those of another: neither QTensor nor the ops take them."""
     q = make(format)
     other = make("mxfp8_e5m2" if format == "mxfp8" else "mxfp8")
     for piece in ("codes", "scales"):
         wrong = getattr(q, piece).view(torch.int8)
+        with pytest.raises(ValueError, match=f"{piece} is torch.int8 .*; accepted: torch"):
+            dataclasses.replace(q, **{piece: wrong})
+        stored = list(q.stored())
+        stored[("codes", "scales").index(piece)] = wrong
         with pytest.raises(RuntimeError, match=f"{piece} is int8; accepted: uint8"):
-            dataclasses.replace(q, **{piece: wrong}).dequantize()
+            fp4ext.ops.dequantize(*stored, "float32")
     if format == "mxfp8":
+        with pytest.raises(ValueError, match="codes is torch.float8_e5m2"):
+            dataclasses.replace(q, codes=other.codes)
         with pytest.raises(RuntimeError, match="codes is float8_e5m2; accepted: "):
-            dataclasses.replace(q, codes=other.codes).dequantize()
-        with pytest.raises(RuntimeError, match="x_codes is float8_e5m2; accepted: "):
-            fp4ext.gemm(dataclasses.replace(q, codes=other.codes), q)
+            fp4ext.ops.dequantize(other.codes, *q.stored()[1:], "float32")
 
 
 SIZES = [("nvfp4", "tensor", 4.5 + 32 / 3072), ("nvfp4", "row", 5.0), ("mxfp8", None, 8.25), ("mxfp4", None, 4.25)]
@@ -210,3 +217,80 @@ def test_an_outer_scale_that_a_format_lacks_is_refused():
     tensors, metadata = make("mxfp8").to_safetensors("w")
     with pytest.raises(ValueError, match="w.global_scale is .*; accepted: none, for mxfp8"):
         QTensor.from_safetensors("w", tensors | {"w.global_scale": torch.ones(())}, metadata)
+
+
+# Copies
+
+
+def copies(q):
+    """A QTensor by every way in which Python and torch copy things."""
+
+    def saved(weights_only):
+        buffer = io.BytesIO()
+        torch.save({"q": q}, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=weights_only)["q"]
+
+    yield copy.copy(q)
+    yield copy.deepcopy(q)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        yield pickle.loads(pickle.dumps(q, protocol))
+    yield from (saved(False), saved(True))
+
+
+@pytest.mark.parametrize("format", NAMES)
+def test_a_copy_keeps_the_format_itself(format):
+    """`format is …` decides in many places, so a Format has one object for each name."""
+    q = make(format)
+    for made in copies(q):
+        same(made, q)
+        assert made.format is q.format and made.format.element is q.format.element
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_format_is_one_object(name):
+    fmt = formats.FORMATS[name]
+    for made in (copy.copy(fmt), copy.deepcopy(fmt), pickle.loads(pickle.dumps(fmt)), copy.deepcopy([fmt])[0]):
+        assert made is fmt
+    assert copy.deepcopy(fmt.element) is fmt.element and pickle.loads(pickle.dumps(fmt.element)) is fmt.element
+
+
+def test_a_copied_weight_multiplies_as_the_weight():
+    """The layer of a copied QTensor quantizes its input too, and is exported as the layer was."""
+    for name in ("nvfp4", "mxfp8"):
+        q = make(name)
+        of = lambda w: fp4ext.quantized.QuantizedLinear.of(w, None, "end_to_end" if name == "nvfp4" else "mxfp8")  # noqa: B023, E731
+        layer, copied = of(q), of(copy.deepcopy(q))
+        assert layer.x is not None and copied.x == layer.x
+        assert copy.deepcopy(layer).format is q.format
+
+
+# The constructor
+
+PARTS = {
+    "codes is torch.int8": {"codes": lambda q: q.codes.view(torch.int8)},
+    "codes is torch.uint8 (47, 32); accepted: torch.uint8 (48, 32)": {"codes": lambda q: q.codes[1:]},
+    "codes is list; accepted: a Tensor": {"codes": lambda q: [1]},
+    "scales is torch.uint8": {"scales": lambda q: q.scales.view(torch.uint8)},
+    "scales is torch.float8_e4m3fn (48, 3)": {"scales": lambda q: q.scales[:, 1:]},
+    "global_scale is None; accepted: torch.float32": {"global_scale": lambda q: None},
+    "global_scale is torch.float64": {"global_scale": lambda q: q.global_scale.double()},
+    "global_scale is torch.float32 (2,)": {"global_scale": lambda q: torch.ones(2)},
+    "format is 'nvfp4'; accepted: a Format": {"format": lambda q: "nvfp4"},
+    "dtype is torch.float64; accepted: torch.float32, torch.bfloat16, torch.float16": {
+        "dtype": lambda q: torch.float64},
+    "codes is torch.uint8 (48, 32); accepted: torch.uint8 (48, 40)": {"shape": lambda q: torch.Size((48, 80))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", PARTS, ids=lambda m: m)
+def test_parts_that_do_not_fit_are_refused(message):
+    q = make()
+    with pytest.raises((ValueError, TypeError)) as error:
+        dataclasses.replace(q, **{key: change(q) for key, change in PARTS[message].items()})
+    assert message in str(error.value)
+
+
+def test_a_format_without_an_outer_scale_takes_none():
+    with pytest.raises(ValueError, match="global_scale is .*; accepted: none, for mxfp8"):
+        dataclasses.replace(make("mxfp8"), global_scale=torch.ones(()))

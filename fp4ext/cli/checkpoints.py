@@ -51,26 +51,63 @@ def add_export(commands) -> None:
         "--policy", metavar="NAME", help="whose sampler's weights are written (default: the run's own, or end_to_end)"
     )
     p.add_argument("--arm", metavar="NAME", help="which policy's weights of a run (default: the last one trained)")
-    p.add_argument("--include", metavar="PATTERN", nargs="+", help="quantize only weights whose names fit one of these")
-    p.add_argument("--exclude", metavar="PATTERN", nargs="+", help="leave weights whose names fit one of these")
+    p.add_argument("--include", metavar="PATTERN", nargs="+", help="quantize only weights that fit one of these")
+    p.add_argument(
+        "--exclude",
+        metavar="PATTERN",
+        nargs="+",
+        help="leave weights that fit one of these: names of weights or modules, with wildcards, or re:EXPRESSION",
+    )
     p.add_argument("--like", metavar="DIR", help="an earlier export in the same layout, whose scales are kept")
     p.set_defaults(run=run_export)
 
 
 def run_export(args) -> int:
     """The `export` command."""
-    from fnmatch import fnmatchcase
-
-    def chosen(name: str, shape) -> bool:
-        wanted = args.include is None or any(fnmatchcase(name, pattern) for pattern in args.include)
-        return wanted and not any(fnmatchcase(name, pattern) for pattern in args.exclude or ())
-
     source, policy, config = Path(args.source), args.policy, None
     if (source / "checkpoints").is_dir():
         source, policy, config = _of_run(source, args.arm, policy)
     elif args.arm:
         fail(f"--arm {args.arm}: {source} is no run; accepted: without --arm, or the directory of a run")
+    try:
+        chosen = _chosen(source, args.include, args.exclude)
+    except ValueError as error:
+        fail(str(error))
     return _written(args, "save", source, policy=policy, filter=chosen, like=args.like, config=config)
+
+
+def _chosen(source, include: list[str] | None, exclude: list[str] | None):
+    """The filter of --include and --exclude. Raises ValueError for a pattern that fits no weight of the source."""
+    from .. import export
+
+    if include is None and not exclude:
+        return None
+    names = list(source.state_dict()) if hasattr(source, "state_dict") else list(export.Checkpoint(source))
+    fits = {}
+    for option, patterns in (("--include", include), ("--exclude", exclude)):
+        for pattern in patterns or ():
+            fits[pattern] = _pattern(option, pattern)
+            if not any(map(fits[pattern], names)):
+                near = ", ".join(names[:3])
+                raise ValueError(f"{option} {pattern}: fits no weight; accepted: patterns of names such as {near}")
+
+    def chosen(name: str, shape) -> bool:
+        wanted = include is None or any(fits[pattern](name) for pattern in include)
+        return wanted and not any(fits[pattern](name) for pattern in exclude or ())
+
+    return chosen
+
+
+def _pattern(option: str, pattern: str):
+    """A function: whether the name of a weight, or of its module, fits a pattern with wildcards, or after "re:"."""
+    import fnmatch
+    import re
+
+    try:
+        match = re.compile(pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)).match
+    except re.error as error:
+        raise ValueError(f"{option} {pattern}: {error}; accepted: a regular expression after re:") from None
+    return lambda name: bool(match(name) or match(name.removesuffix(".weight")))
 
 
 def add_inspect(commands) -> None:

@@ -38,7 +38,7 @@ def against(x: Tensor, old: Stored) -> tuple[Stored, int]:
     fmt, k = q.format, x.shape[-1]
     rows, codes = x.reshape(-1, k), q.codes.reshape(-1, q.codes.shape[-1])
     scales = q.scales.reshape(-1, q.scales.shape[-1])
-    outer = torch.ones(1, 1) if old.outer is None else spread(old.outer.value, q).reshape(-1, 1)
+    outer = torch.ones(1, 1) if old.outer is None else spread(old.outer.value).reshape(-1, 1)
     outer = outer.expand(-1, rows.shape[0] // max(1, outer.shape[0])).reshape(-1)
     parts, clipped, step = [], 0, max(1, _ROWS // max(1, k))
     for at in range(0, rows.shape[0], step):

@@ -9,6 +9,7 @@ Rows move whole, with their block scales, so it loses nothing. What is quantized
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -60,16 +61,26 @@ def as_named(name: str, weight: Weight) -> tuple[str, Weight]:
     return name, reorder(weight, separate(rows(weight))) if in_halves else weight
 
 
-def stack(experts: str, parts: dict[str, dict[int, Weight]], layout: Layout) -> tuple[str, Weight]:
-    """Matrices of their own, part → expert → weight, as one stack: gate and up, or down."""
+Anew = Callable[[str, Tensor], Stored]  # (name, values) → quantized anew
+
+
+def stack(
+    experts: str, parts: dict[str, dict[int, Weight]], layout: Layout, anew: Anew | None = None
+) -> tuple[str, Weight]:
+    """Matrices of their own, part → expert → weight, as one stack: gate and up, or down.
+
+    Gate and up under different outer scales, and experts of different formats, go through `anew`, or are refused.
+    """
     both, down = names_of_stack(layout)
     numbers = [sorted(part) for part in parts.values()]
     if any(n != list(range(len(numbers[0]))) for n in numbers):
         raise Refused(f"{experts}: experts {numbers[0]} of a layer; accepted: all from 0, each with the same parts")
     if "down_proj" in parts:
-        return f"{experts}.{down}", pile([parts["down_proj"][e] for e in numbers[0]])
-    pairs = [over_each_other(experts, [parts["gate_proj"][e], parts["up_proj"][e]]) for e in numbers[0]]
-    whole = pile(pairs)
+        return f"{experts}.{down}", pile([parts["down_proj"][e] for e in numbers[0]], anew)
+    pairs = [
+        over_each_other(f"{experts}.{e}.{both}", [parts["gate_proj"][e], parts["up_proj"][e]], anew) for e in numbers[0]
+    ]
+    whole = pile(pairs, anew)
     return f"{experts}.{both}", reorder(whole, interleave(rows(whole)))
 
 
@@ -123,8 +134,12 @@ def under_one_outer(weights: dict[str, Stored]) -> tuple[dict[str, Stored], dict
     return made, rounded
 
 
-def over_each_other(experts: str, weights: list[Weight]) -> Weight:
-    """Matrices over each other, under one outer scale. Raises Refused where their formats or outer scales differ."""
+def over_each_other(name: str, weights: list[Weight], anew: Anew | None = None) -> Weight:
+    """Matrices over each other, under one outer scale.
+
+    Raises:
+        Refused: their formats or outer scales differ, and there is no `anew` to quantize them again.
+    """
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -132,13 +147,23 @@ def over_each_other(experts: str, weights: list[Weight]) -> Weight:
         return torch.cat(weights)
     for w in weights[1:]:
         if first.q.format is not w.q.format or (first.outer is not None and not first.outer.is_exactly(w.outer)):
+            if anew is not None:
+                values = torch.cat([w.q.dequantize(torch.float32) for w in weights])
+                return replace(anew(name, values), input_amax=_largest(weights))
             raise Refused(
-                f"{experts}: gate and up of an expert have outer scales that differ, and a stack has one for both; "
+                f"{name}: gate and up of an expert have outer scales that differ, and a stack has one for both; "
                 "accepted: equal ones, or requantize"
             )
     shape = torch.Size((sum(w.q.shape[0] for w in weights), first.q.shape[1]))
     codes, scales = (_bytes(torch.cat, [getattr(w.q, what) for w in weights]) for what in ("codes", "scales"))
-    return replace(first, q=replace(first.q, codes=codes, scales=scales, shape=shape))
+    q = replace(first.q, codes=codes, scales=scales, shape=shape)
+    return replace(first, q=q, input_amax=_largest(weights))
+
+
+def _largest(weights: list[Stored]) -> Tensor | None:
+    """The largest of the inputs' maxima, where all are known: a stack has one."""
+    known = [w.input_amax for w in weights if w.input_amax is not None]
+    return torch.stack(known).amax(0) if len(known) == len(weights) else None
 
 
 def _bytes(join, tensors: list[Tensor]) -> Tensor:
@@ -146,12 +171,16 @@ def _bytes(join, tensors: list[Tensor]) -> Tensor:
     return join([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
-def pile(weights: list[Weight]) -> Weight:
+def pile(weights: list[Weight], anew: Anew | None = None) -> Weight:
     """[N, K] each → [E, N, K]."""
     if isinstance(weights[0], Tensor):
         return torch.stack(weights)
     formats_: set[Format] = {w.q.format for w in weights}
-    if len(formats_) > 1:
+    if len(formats_) > 1 and anew is not None:
+        amaxes = [w.input_amax for w in weights]
+        weights = [anew(f"expert {e}", w.q.dequantize(torch.float32)) for e, w in enumerate(weights)]
+        weights = [replace(w, input_amax=amax) for w, amax in zip(weights, amaxes, strict=True)]
+    elif len(formats_) > 1:
         raise Refused(f"experts of a stack in {', '.join(map(str, formats_))}; accepted: one format, or requantize")
     first = weights[0]
     codes, scales = (_bytes(torch.stack, [getattr(w.q, what) for w in weights]) for what in ("codes", "scales"))
@@ -161,5 +190,5 @@ def pile(weights: list[Weight]) -> Weight:
             *(torch.stack([getattr(w.outer, what) for w in weights]) for what in ("numerator", "denominator"))
         )
     q = replace(first.q, codes=codes, scales=scales, shape=torch.Size((len(weights), *first.q.shape)))
-    q = q if outer is None else replace(q, global_scale=spread(outer.value, q))
-    return Stored(q, outer, first.input_amax)
+    q = q if outer is None else replace(q, global_scale=spread(outer.value))
+    return Stored(q, outer, _largest(weights))

@@ -62,7 +62,7 @@ def choose(src: Source, policy: Policy | Spec | str | None, layout: Layout) -> C
     """
     given = policy_of(policy, layout)
     used = given or policies.get("end_to_end")
-    plain = [n for n in src.names() if src.format(n) is None]
+    plain = [n for n in src.names() if src.format(n) is None and n not in src.fp8]
     model, by = getattr(src, "model", None), "the modules of the model"
     if model is None and plain:
         model, by = described.by_class(src.config, len(src.names()))

@@ -15,6 +15,7 @@ import torch
 from ..formats import MXFP4, MXFP8, NVFP4
 from .errors import Refused
 from .folder import Folder
+from .fp8 import Fp8
 from .layout import Layout, Pieces, need, number
 from .stored import STOCK, Outer, stored
 
@@ -25,7 +26,7 @@ NAMES = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized", "mxfp
 class CompressedTensors(Layout):
     """See the module."""
 
-    name, formats = "compressed-tensors", (NVFP4, MXFP4, MXFP8)
+    name, formats, says_kv_cache = "compressed-tensors", (NVFP4, MXFP4, MXFP8), True
     roles = {
         ".weight_packed": "packed",
         ".weight_scale": "scale",
@@ -56,11 +57,21 @@ class CompressedTensors(Layout):
             need(name, group, folder, plain=(E4M3,), scale=(U8, E8M0))
             return MXFP8
         extra = {"input_scale": (torch.float32,)} if "input_scale" in group else {}
+        if "scale" in group and folder.slots[group["scale"]].dtype == U8 and folder.slots[group["packed"]].dtype == U8:
+            self._check_mx_scale(name, group, folder)
         if "scale" in group and folder.slots[group["scale"]].dtype != E4M3:
             need(name, group, folder, packed=(U8,), **need_scale, **extra)
             return MXFP4
         need(name, group, folder, packed=(U8,), **need_scale, global_scale=(torch.float32,), **extra)
         return NVFP4
+
+    def _check_mx_scale(self, name, group, folder):
+        """Bytes beside packed codes are MXFP4's scales only where there is one for 32 elements and no outer scale."""
+        codes, scales = (folder.slots[group[role]].shape for role in ("packed", "scale"))
+        nvfp4 = bool(codes and scales) and scales[-1] * 16 == codes[-1] * 2 and codes[-1] > 0
+        if "global_scale" in group or nvfp4:
+            what = f"{group['scale']!r} is uint8, where NVFP4 has float8_e4m3fn"
+            raise Refused(f"{folder.path}: {what}; accepted: uint8 scales of MXFP4, one for 32 elements, and no other")
 
     def read(self, name, group, folder, dtype):
         fmt = self.format(name, group, folder)
@@ -80,6 +91,8 @@ class CompressedTensors(Layout):
     def write(self, name, weight):
         prefix, lost = name.removesuffix("weight"), None
         q = weight.q
+        if len(q.shape) != 2:
+            raise Refused(f"{name!r} is a stack {tuple(q.shape)}; accepted in {self.name}: matrices, or known experts")
         if q.format is MXFP8:
             return Pieces({name: q.codes, f"{prefix}weight_scale": q.scales.view(U8)})
         if q.format is MXFP4:
@@ -101,30 +114,47 @@ class CompressedTensors(Layout):
             tensors[f"{prefix}input_global_scale"] = (STOCK / weight.input_amax).reshape(1)
         return Pieces(tensors, lost=lost)
 
+    def write_fp8(self, name, weight):
+        prefix = name.removesuffix("weight")
+        if not name.endswith(".weight") or len(weight.shape) != 2 or weight.codes.dtype != E4M3:
+            raise Refused(f"{name!r}: {weight.kind} {tuple(weight.shape)}; accepted in {self.name}: E4M3 matrices")
+        shape = {"tensor": (1,), "channel": (-1, 1), "block": weight.grid}[weight.strategy]
+        tensors = {name: weight.codes, f"{name}_scale": weight.scale.reshape(shape)}
+        if weight.input_scale is not None:
+            tensors[f"{prefix}input_scale"] = weight.input_scale.reshape(-1)  # [1]: readers want the shape too
+        return Pieces(tensors)
+
     def describe(self, config, written):
-        used = sorted(set(written.formats.values()))
-        modules = {fmt: sorted(_module(name) for name, f in written.formats.items() if f == fmt) for fmt in used}
+        kinds: dict[tuple, list[str]] = {}
+        for name, fmt in written.formats.items():
+            kinds.setdefault((fmt, name in written.with_inputs and fmt == "nvfp4"), []).append(_module(name))
+        for name, weight in written.fp8.items():
+            kinds.setdefault((weight.kind, weight.input_scale is not None), []).append(_module(name))
+        of_kind = {weight.kind: weight for weight in written.fp8.values()}
         groups = {}
-        for i, fmt in enumerate(used):
-            # One format: every Linear but the ignored ones, as readers that fuse layers expect. Several: by name.
-            targets = ["Linear"] if len(used) == 1 else modules[fmt]
-            inputs = (
-                _args(fmt, local=True) if written.with_input_amax == len(written.formats) and fmt == "nvfp4" else None
-            )
+        for i, (kind, modules) in enumerate(sorted(kinds.items())):
+            fmt, with_inputs = kind
+            weights = _fp8_args(of_kind[fmt]) if fmt in of_kind else _args(fmt)
+            if fmt in of_kind:
+                inputs = _fp8_inputs(of_kind[fmt], with_inputs)
+            else:
+                inputs = _args(fmt, local=True) if with_inputs else None
             groups[f"group_{i}"] = {
-                "targets": targets,
-                "weights": _args(fmt),
+                # One kind: every Linear but the ignored ones, as readers that fuse layers expect. Several: by name.
+                "targets": ["Linear"] if len(kinds) == 1 else sorted(modules),
+                "weights": weights,
                 "input_activations": inputs,
                 "output_activations": None,
-                "format": NAMES[fmt],
+                "format": NAMES.get(fmt, "float-quantized"),
             }
+        used = {group["format"] for group in groups.values()}
         about = {
             "quant_method": "compressed-tensors",
-            "format": NAMES[used[0]] if len(used) == 1 else "mixed-precision",
+            "format": used.pop() if len(used) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": sorted(map(_module, written.plain)),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": None if written.kv_cache is None else written.kv_cache.scheme,
             "global_compression_ratio": None,
         }
         return {"config.json": config | {"quantization_config": about}}
@@ -142,6 +172,22 @@ def _args(fmt: str, local: bool = False) -> dict:
         "scale_dtype": "torch.float8_e4m3fn" if fmt == "nvfp4" else "torch.uint8",
     }
     return args
+
+
+def _fp8_args(weight: Fp8) -> dict:
+    """How its config describes FP8 weights."""
+    args = {"num_bits": 8, "type": "float", "strategy": weight.strategy, "symmetric": True, "dynamic": False}
+    return args | ({"block_structure": list(weight.block)} if weight.strategy == "block" else {})
+
+
+def _fp8_inputs(weight: Fp8, static: bool) -> dict:
+    """How inputs of FP8 weights are quantized: by the scale that is there, else as they come, as readers of them do."""
+    args = {"num_bits": 8, "type": "float", "symmetric": True}
+    if static:
+        return args | {"strategy": "tensor", "dynamic": False}
+    if weight.strategy == "block":
+        return args | {"strategy": "group", "group_size": weight.block[1], "dynamic": True}
+    return args | {"strategy": "token", "dynamic": True}
 
 
 def _module(name: str) -> str:

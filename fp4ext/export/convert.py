@@ -34,7 +34,7 @@ def convert(
         Refused: a source in which nothing is quantized, or that the layout cannot hold; see save.
     """
     checkpoint = Checkpoint(source)
-    if not any(map(checkpoint.format, checkpoint)):
+    if not any(map(checkpoint.format, checkpoint)) and not checkpoint.fp8:
         raise Refused(f"{source}: nothing in it is quantized; accepted: a quantized checkpoint (save quantizes others)")
     report = save(
         checkpoint,

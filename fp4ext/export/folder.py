@@ -6,18 +6,27 @@ memory of their own (no mapping: what was read and dropped is gone).
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from . import comfy
 from .errors import Refused
 from .header import Header, Slot, parse_json, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_JSON = 64_000_000  # bytes of an index or a config
+KEPT_OPEN = 4  # files
+SIDE_KINDS = {".json", ".txt", ".model", ".jinja", ".md"}
+SIDE_NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "README", "USE_POLICY", "USAGE_POLICY")  # without a suffix
+# The same weights again under other names, or an adapter to them: no part of the model.
+COPIES = ("consolidated", "adapter_model")
 
 
 class Folder:
@@ -28,6 +37,9 @@ class Folder:
         slots: tensor name → its dtype, shape and place.
         metadata: the files' metadata, merged.
         config: config.json, {} where there is none. quant_config: hf_quant_config.json, likewise.
+        shards: the files that hold the tensors.
+        beside: names of those among them that neither the index names nor is model.safetensors; a release may keep
+            a part of the model there (mtp.safetensors).
 
     Raises:
         Refused: the folder, a file of it or a tensor cannot be believed. See header.py.
@@ -38,9 +50,17 @@ class Folder:
         self.slots: dict[str, Slot] = {}
         self.metadata: dict[str, str] = {}
         self._files: dict[str, Path] = {}
+        self._open: OrderedDict[Path, safe_open] = OrderedDict()
         self.shards, listed = self._shards()
         for shard in self.shards:
             self._add(shard, read_header(shard), listed)
+        self.beside: set[str] = set()
+        for shard in self._others():
+            header = read_header(shard)
+            if not header.slots.keys() <= self.slots.keys():  # else a variant of the same weights
+                self._add(shard, header, None)
+                self.shards.append(shard)
+                self.beside.add(shard.name)
         for name in listed or ():
             if name not in self.slots:
                 raise Refused(f"{self.path / INDEX}: tensor {name!r} is in no file; accepted: an index that agrees")
@@ -55,28 +75,83 @@ class Folder:
         """One tensor. Raises Refused where the file has changed since it was opened."""
         slot = self.slots[name]
         try:
-            with safe_open(self._files[name], "pt", backend="pread") as file:
-                tensor = file.get_tensor(name)
+            tensor = self._opened(self._files[name]).get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise Refused(f"{self._files[name]}: tensor {name!r} cannot be read ({error})") from None
         if tensor.dtype != slot.dtype or tuple(tensor.shape) != slot.shape:
             raise Refused(f"{self._files[name]}: tensor {name!r} has changed while it was read")
         return tensor
 
+    def _opened(self, shard: Path) -> safe_open:
+        """The file, whose header the library parses once; the last few stay open."""
+        if shard not in self._open:
+            self._open[shard] = safe_open(shard, "pt", backend="pread")
+            while len(self._open) > KEPT_OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(shard)
+        return self._open[shard]
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.slots)}
+
+    @cached_property
+    def comfy(self) -> dict[str, comfy.Nibbles]:
+        """What ComfyUI's markers say of modules, see comfy.py."""
+        return comfy.markers(self)
+
+    def without(self, names) -> Folder:
+        """The same folder as if it had no tensors of these names."""
+        other = copy.copy(self)
+        other.slots = {name: slot for name, slot in self.slots.items() if name not in names}
+        return other
+
+    def is_beside(self, name: str) -> bool:
+        """Whether a tensor lies in one of the files `beside`."""
+        return self._files[name].name in self.beside
+
+    def place(self, group: dict[str, str]) -> int:
+        """Where the first tensor of a group stands among all."""
+        return min(self._order[tensor] for tensor in group.values())
+
     def nbytes(self, name: str) -> int:
         return self.slots[name].nbytes
 
     def side_files(self) -> list[Path]:
         """Files beside the weights that a reader may want: tokenizers, templates, licences. No weights, no code."""
+        return [path for path, why in self._side() if why is None]
+
+    def left_aside(self) -> dict[str, str]:
+        """Name of a file or folder that is neither read nor copied along → why."""
+        return {path.name: why for path, why in self._side() if why is not None}
+
+    def _side(self) -> list[tuple[Path, str | None]]:
+        """Everything in the folder but the weights and what describes them, and why it stays behind, if it does."""
         if not self.path.is_dir():
             return []
-        ours = {"config.json", "hf_quant_config.json", INDEX}
-        kinds = {".json", ".txt", ".model", ".jinja", ".md", ""}
-        return sorted(
-            p
-            for p in self.path.iterdir()
-            if p.suffix in kinds and p.name not in ours and p.is_file() and p.name[0] != "."
-        )
+        ours = {"config.json", "hf_quant_config.json", INDEX, *(shard.name for shard in self.shards)}
+        there = sorted(path for path in self.path.iterdir() if path.name not in ours)
+        return [(path, self._why_aside(path)) for path in there]
+
+    def _why_aside(self, path: Path) -> str | None:
+        if path.name[0] == ".":
+            return "hidden"
+        if path.suffix == ".safetensors":
+            return "other weights"
+        if path.is_symlink() and not self._within(path):
+            return "a link that leaves the checkpoint"
+        if path.is_dir():
+            return "a folder"
+        if not path.is_file():
+            return "not a regular file"
+        if path.suffix in SIDE_KINDS or (not path.suffix and path.name.upper().startswith(SIDE_NAMES)):
+            return None
+        return "of a kind that is not copied"
+
+    def _within(self, link: Path) -> bool:
+        """Whether a link stays in the folder, or goes from a snapshot of the Hugging Face cache to its blobs."""
+        to, home = link.resolve(), self.path.resolve()
+        return to.parent == home or (home.parent.name == "snapshots" and to.parent == home.parent.parent / "blobs")
 
     def _shards(self) -> tuple[list[Path], dict[str, str] | None]:
         """The files that hold tensors, and what the index says of them, if there is one."""
@@ -102,6 +177,16 @@ class Folder:
             if shard in ("", ".", "..") or any(c in shard for c in "/\\\0"):
                 raise Refused(f"{index}: tensor {name!r} lies in {shard!r}; accepted: a file name in the same folder")
         return [self.path / shard for shard in sorted(set(listed.values()))], listed
+
+    def _others(self) -> list[Path]:
+        """Weights beside those that the index, or the usual name, leads to."""
+        known = {shard.name for shard in self.shards}
+        found = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else []
+        return [
+            path
+            for path in found
+            if path.name not in known and not path.name.startswith(COPIES) and path.name[0] != "."
+        ]
 
     def _add(self, shard: Path, header: Header, listed: dict[str, str] | None) -> None:
         for name, slot in header.slots.items():

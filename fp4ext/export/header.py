@@ -80,7 +80,11 @@ def read_header(path: Path) -> Header:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             raise Refused(f"{path}: not a regular file; accepted: a safetensors file")
-        length = int.from_bytes(file.read(8), "little")
+        first = file.read(8)
+        if first == b"version ":
+            what = "a Git LFS pointer, not the file that it stands for"
+            raise Refused(f"{path}: {what}; accepted: a safetensors file (`git lfs pull` fetches it)")
+        length = int.from_bytes(first, "little")
         if facts.st_size < 8 or length > min(MAX_HEADER, facts.st_size - 8):
             what = f"its header claims {length} bytes" if facts.st_size >= 8 else "it is too short for a header"
             raise Refused(f"{path}: {what}, the file has {facts.st_size}; accepted: a whole safetensors file")
@@ -91,6 +95,9 @@ def read_header(path: Path) -> Header:
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Refused(f"{path}: __metadata__ is not all text; accepted: an object of strings")
+    for text in (*entries, *metadata, *metadata.values()):
+        if not _is_unicode(text):
+            raise Refused(f"{path}: {_short(text)} holds half a surrogate pair; accepted: valid Unicode")
     slots = {name: _slot(path, name, entry) for name, entry in entries.items()}
     _check_cover(path, slots, facts.st_size - 8 - length)
     return Header(slots, metadata)
@@ -106,8 +113,8 @@ def parse_json(data: bytes, path: Path):
     def once(pairs):
         seen = dict(pairs)
         if len(seen) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            before: set[str] = set()
+            twice = next(name for name, _ in pairs if name in before or before.add(name))
             raise ValueError(f"{_short(twice)} is there twice")
         return seen
 
@@ -160,6 +167,14 @@ def _check_cover(path: Path, slots: dict[str, Slot], size: int) -> None:
 
 def _count(n) -> bool:
     return type(n) is int and 0 <= n < 2**53
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _short(value, most: int = 120) -> str:

@@ -66,4 +66,7 @@ class Inkling(Layout):
         }
         if weight.input_amax is not None:
             tensors[f"{name}.input_amax"] = weight.input_amax.reshape(1).bfloat16()
+            if tensors[f"{name}.input_amax"].float().item() != weight.input_amax.item():
+                rounded = "input_amax is rounded to BF16 (relative 2^-9)"
+                lost = rounded if lost is None else f"{lost}; {rounded}"
         return Pieces(tensors, lost=lost)

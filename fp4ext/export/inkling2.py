@@ -5,7 +5,8 @@
     mxfp8   experts.w13_weight e4m3 [E, 2F, D]   _scale u8 [E, N, K/32]
 
 The outer scale is amax/denominator. Its two numbers are stored, so a rule that leaves room above (denominator 1536) and
-one that does not (2688) need no flag. Readers may take amax through bf16: powers of two survive that.
+one that does not (2688) need no flag. The release's loader takes amax through BF16, so an amax that BF16 has is written
+where there is one; where there is none, the report says so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from ..formats import MXFP8, NVFP4
 from .folder import Folder
 from .layout import Layout, Pieces, need
-from .stored import Outer, stored
+from .stored import Outer, Stored, stored
 
 U8, E4M3, E8M0, F32 = torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 WEIGHTS = ("experts.w13_weight", "experts.w2_weight")
@@ -70,13 +71,23 @@ class Inkling2(Layout):
     def write(self, name, weight):
         q = weight.q
         if q.format is MXFP8:
-            return Pieces({name: q.codes, f"{name}_scale": q.scales.view(U8)})
-        amax, denominator = weight.outer.as_amax()
-        return Pieces(
-            {
-                name: q.codes,
-                f"{name}_scale": q.scales,
-                f"{name}_amax": amax,
-                f"{name}_outer_scale_denominator": denominator,
-            }
+            return Pieces({name: q.codes, f"{name}_scale": q.scales.view(U8)}, lost=_inputs_lost(weight))
+        amax, denominator, off = weight.outer.as_amax()
+        off = (
+            f"the outer scale is off by {off:.0e} for the release's loader, which takes amax through BF16"
+            if off
+            else ""
         )
+        lost = [off] if off else []
+        lost += [] if weight.input_amax is None else [_inputs_lost(weight)]
+        tensors = {
+            name: q.codes,
+            f"{name}_scale": q.scales,
+            f"{name}_amax": amax,
+            f"{name}_outer_scale_denominator": denominator,
+        }
+        return Pieces(tensors, lost="; ".join(lost) or None)
+
+
+def _inputs_lost(weight: Stored) -> str | None:
+    return None if weight.input_amax is None else "the input scale has no place in the layout"

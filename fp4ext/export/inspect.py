@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -12,9 +14,14 @@ from torch import Tensor
 from .. import formats
 from . import naming
 from .checkpoint import Checkpoint
-from .errors import Refused
+from .errors import Refused, shown
+from .fp8 import Fp8
 from .progress import Bar
 from .stored import Stored
+
+# Patterns of a config, and stars in one: trying them costs names × patterns × length^stars.
+MAX_WILD, MAX_STARS = 256, 4
+INPUTS = {"input_scale", "input_amax"}
 
 
 @dataclass
@@ -87,7 +94,7 @@ class Inspection:
             lines += ["", f"plain ({sum(n for _, n, _ in self.plain.values())} tensors):"]
             lines += _aligned([(name, dtype, str(n), f"{size:,} B") for name, (dtype, n, size) in self.plain.items()])
         lines += ["", *(f"fault: {fault}" for fault in self.faults)] if self.faults else ["", "no faults"]
-        return "\n".join(lines)
+        return "\n".join(map(shown, lines))
 
 
 def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
@@ -105,11 +112,11 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
     with Bar(size, progress) as bar:
         for name in sorted(checkpoint, key=naming.natural):
             fmt = checkpoint.format(name)
-            if fmt is None:
+            if fmt is None and name not in checkpoint.fp8:
                 _note_plain(found, checkpoint, name)
                 continue
             pattern = _pattern(name)
-            kind = pattern, fmt.name, checkpoint.shape(name)
+            kind = pattern, "fp8" if fmt is None else fmt.name, checkpoint.shape(name)
             row = rows.setdefault(kind, Row(*kind))
             names[kind] = name
             try:
@@ -120,13 +127,19 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
     found.rows = list(rows.values())
     for row in found.rows:
         if row.weights == 1:
-            row.name = names[row.name, row.format, row.shape]
+            row.name = names[row.name, "fp8" if row.format.startswith("fp8") else row.format, row.shape]
     found.faults += _config_faults(checkpoint)
     return found
 
 
 def _add(row: Row, checkpoint: Checkpoint, name: str) -> None:
     weight = checkpoint.weight(name)
+    if isinstance(weight, Fp8):
+        row.format = weight.kind
+        row.top += (_fp8_at_max(weight) - row.top) / (row.weights + 1)
+        row.weights, row.elements = row.weights + 1, row.elements + weight.shape.numel()
+        row.bytes, row.scale = row.bytes + checkpoint.nbytes(name), _widen(row.scale, weight.scale.float())
+        return
     scales = weight.q.scales.float()
     zero = _zero_blocks(weight)
     used = scales[~zero] if bool((~zero).any()) else scales[:0]
@@ -157,6 +170,11 @@ def _at_max(weight: Stored) -> float:
     return (q.codes.float().abs() == q.format.element.max).float().mean().item()
 
 
+def _fp8_at_max(weight: Fp8) -> float:
+    most = torch.finfo(weight.codes.dtype).max
+    return (weight.codes.float().abs() == most).float().mean().item()
+
+
 def _widen(range_: tuple[float, float] | None, values: Tensor) -> tuple[float, float] | None:
     if not values.numel():
         return range_
@@ -179,17 +197,25 @@ def _config_faults(checkpoint: Checkpoint) -> list[str]:
     lists.append(quantization.get("exclude_modules") if isinstance(quantization, dict) else None)
     excluded = [p for found in lists if isinstance(found, list) for p in found if isinstance(p, str)]
     faults = []
+    listed_by = _matcher(excluded)
     for name in checkpoint:
-        module = naming.module(name)
-        listed = next((p for p in excluded if _matches(module, p)), None)
-        if checkpoint.format(name) is not None and listed is not None:
+        quantized = checkpoint.format(name) is not None or name in checkpoint.fp8
+        listed = listed_by(naming.module(name)) if quantized else None
+        if listed is not None:
             faults.append(f"{name!r} is quantized, the config excludes it ({listed!r})")
     if (
         checkpoint.layout.name in ("compressed-tensors", "modelopt")
         and not about
         and not checkpoint.folder.quant_config
+        and not checkpoint.folder.comfy
     ):
         faults.append("config.json has no quantization_config: readers will not know that weights are packed")
+    inputs = {name: INPUTS & checkpoint.group(name).keys() for name in checkpoint if checkpoint.format(name)}
+    missing = [name for name, has in inputs.items() if not has and checkpoint.format(name) is formats.NVFP4]
+    if missing and any(inputs.values()):
+        more = f" and {len(missing) - 1} more have" if len(missing) > 1 else " has"
+        n = sum(map(bool, inputs.values()))
+        faults.append(f"{missing[0]!r}{more} no input scale, {n} others have one: readers of W4A4 expect it")
     return faults
 
 
@@ -198,10 +224,22 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def _matches(module: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        return False  # a stranger's regular expression is not run
-    return module == pattern or fnmatchcase(module, pattern)
+def _matcher(patterns: list[str]) -> Callable[[str], str | None]:
+    """A function: module → the pattern that it fits, if any. A stranger's regular expressions ("re:…") are not run.
+
+    Names without wildcards are looked up. Of the others, only the first MAX_WILD are tried.
+    """
+    exact = {p for p in patterns if not p.startswith("re:")}
+    wild = [p for p in dict.fromkeys(patterns) if p in exact and any(c in p for c in "*?[")]
+    few = [p for p in wild if p.count("*") <= MAX_STARS][:MAX_WILD]
+    tries = [(p, re.compile(fnmatch.translate(p)).match) for p in few]
+
+    def listed_by(module: str) -> str | None:
+        if module in exact:
+            return module
+        return next((p for p, match in tries if match(module)), None)
+
+    return listed_by
 
 
 def _range(ends: tuple[float, float]) -> str:

@@ -16,6 +16,8 @@ from torch import Tensor
 from ..formats import Format
 from .errors import Refused
 from .folder import Folder
+from .fp8 import Fp8
+from .kv_cache import KvCache
 from .stored import Stored
 
 Group = dict[str, str]  # role → tensor name
@@ -31,11 +33,20 @@ class Pieces(NamedTuple):
 
 @dataclass
 class Written:
-    """What went into a checkpoint, for its config: weight name → format, and the plain matrices' names."""
+    """What went into a checkpoint, for its config.
+
+    Attributes:
+        formats: weight name → format. with_inputs: the names of those with an input scale.
+        plain: the plain matrices' names.
+        fp8: the names of FP8 weights → each, without its codes' bytes.
+        kv_cache: the scheme of the KV cache.
+    """
 
     formats: dict[str, str] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
-    with_input_amax: int = 0
+    with_inputs: set[str] = field(default_factory=set)
+    fp8: dict[str, Fp8] = field(default_factory=dict)
+    kv_cache: KvCache | None = None
 
 
 class Layout(ABC):
@@ -47,6 +58,7 @@ class Layout(ABC):
         stacked: whether the experts of a layer are one tensor.
         experts_only: whether nothing else is quantized.
         transposed: whether the plain parameter of a stack is [E, K, N].
+        says_kv_cache: whether its config says how the KV cache is quantized.
         roles: suffix → role of the companions of a weight.
     """
 
@@ -55,6 +67,7 @@ class Layout(ABC):
     stacked = False
     experts_only = False
     transposed = False
+    says_kv_cache = False
     roles: dict[str, str]
 
     @abstractmethod
@@ -85,6 +98,12 @@ class Layout(ABC):
     @abstractmethod
     def write(self, name: str, weight: Stored) -> Pieces:
         """What a weight becomes in a file."""
+
+    def write_fp8(self, name: str, weight: Fp8) -> Pieces:
+        """What an FP8 weight becomes in a file: what it was, where the layout has no names for it."""
+        own = {"codes": name, "scale": f"{name}_scale", "input_scale": f"{name.removesuffix('weight')}input_scale"}
+        tensors = {(own | weight.names)[role]: t for role in own if (t := getattr(weight, role)) is not None}
+        return Pieces(tensors, lost=f"kept in FP8, of which a config of {self.name} says nothing")
 
     def why_not(self, name: str, weight_format: Format) -> str | None:
         """Why a weight cannot be written here, None where it can."""
@@ -140,7 +159,8 @@ def need(name: str, group: Group, folder: Folder, **roles: tuple[torch.dtype, ..
     """Raises Refused unless the group is exactly these roles, each of one of its dtypes."""
     for role, dtypes in roles.items():
         if role not in group:
-            raise Refused(f"{folder.path}: {name!r} has no {role.replace('_', ' ')}; found {', '.join(group.values())}")
+            what = f"{name!r} is not there" if role == "plain" else f"{name!r} has no {role.replace('_', ' ')}"
+            raise Refused(f"{folder.path}: {what}; found {', '.join(group.values())}")
         dtype = folder.slots[group[role]].dtype
         if dtype not in dtypes:
             accepted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+import warnings
 from pathlib import Path
 
 import torch
@@ -14,9 +14,11 @@ from ..experts import Experts
 from ..names import named_modules, unwrapped
 from ..policy import Policy
 from ..quantized import QuantizedExperts, QuantizedLinear, QuantizedStacked
-from . import arrange, origin, recorded
+from . import arrange, naming, origin, recorded
 from .checkpoint import Checkpoint
-from .errors import Refused
+from .errors import Refused, shown
+from .fp8 import Fp8
+from .fp8_linear import Fp8Linear
 from .origin import Part
 from .progress import Bar
 from .stored import Stored, interleave, separate
@@ -35,17 +37,20 @@ def load(
         path: a folder or a .safetensors file, plain or in any layout.
         model: of the class that the checkpoint is of; on the meta device it takes no memory before. Its parameters have
             the checkpoint's names, or those that its class in transformers makes of them. Linear layers with a
-            quantized weight become QuantizedLinear, in place, fp4ext.Experts QuantizedExperts, and experts of
-            transformers hold their stacks likewise; other quantized weights are dequantized into their parameters.
+            quantized weight become QuantizedLinear (of FP8, Fp8Linear), in place, fp4ext.Experts QuantizedExperts, and
+            experts of transformers hold their stacks likewise; other quantized weights are dequantized into their
+            parameters.
         policy: whose sampler quantizes the packed layers' inputs, where in the weights' format; default: the policy
             that `save` recorded in the checkpoint, else "end_to_end".
         progress: show a bar on stderr; default: on a terminal.
 
     Returns:
-        The Checkpoint (name → QTensor or Tensor, read when asked for), or the model.
+        The Checkpoint (name → QTensor, Fp8 or Tensor, read when asked for), or the model. A warning names scales of a
+        KV cache, and weights beside those of the index, for which the model has no place.
 
     Raises:
         Refused: a checkpoint that cannot be believed, or one that does not fit the model, which is then as it was.
+        ValueError: an unknown policy, likewise.
     """
     checkpoint = Checkpoint(path)
     if model is None:
@@ -61,7 +66,7 @@ def load(
     modules = dict(named_modules(model_inside))
     state = _state(modules)
     found = _origins(checkpoint, model_inside, state, modules)
-    new: dict[str, Tensor | Stored] = {}
+    new: dict[str, Tensor | Stored | Fp8] = {}
     with Bar(sum(map(checkpoint.nbytes, checkpoint)), progress) as bar:
         for name, parts in found.items():
             new[name] = _fitted(checkpoint, name, parts, state[name], modules)
@@ -72,7 +77,7 @@ def load(
         if isinstance(new[name], Stored) and not _packs(name, new, modules):
             new[name] = _plain(new[name], state[name], modules[name.rpartition(".")[0]])
     _put(model_inside, state, new)
-    for owner in dict.fromkeys(name.rpartition(".")[0] for name, w in new.items() if isinstance(w, Stored)):
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name, w in new.items() if isinstance(w, (Stored, Fp8))):
         _pack(model_inside, owner, modules[owner], new, policy)
     return model
 
@@ -104,6 +109,12 @@ def _origins(
     dropped = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unknown = [n for n in known if n not in used and not any(re.search(pattern, n) for pattern in dropped)]
     remade = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    unused = [n for n in unknown if n not in lengths and _is_optional(checkpoint, n)]
+    if unused:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        what = f"{shown(unused[0], 200)}{more}"
+        warnings.warn(f"{checkpoint.folder.path}: the model has no place for {what}; not loaded", stacklevel=3)
+        unknown = [n for n in unknown if n not in set(unused)]
     missing = [name for name, t in state.items() if name not in found and id(t) not in tied and name not in remade]
     odd = next((n for n in unknown if n in lengths), None)
     if odd is not None:
@@ -117,6 +128,11 @@ def _origins(
     return found
 
 
+def _is_optional(checkpoint: Checkpoint, name: str) -> bool:
+    """What a model may do without: scales of a KV cache, and what lies in a file beside those of the index."""
+    return naming.is_cache_scale(name) or checkpoint.folder.is_beside(name)
+
+
 def _recomputed(modules: dict[str, nn.Module]) -> set[str]:
     """Buffers that a model makes for itself (position tables): old checkpoints have some, and they don't count."""
     return {
@@ -128,7 +144,7 @@ def _recomputed(modules: dict[str, nn.Module]) -> set[str]:
 
 def _fitted(
     checkpoint: Checkpoint, name: str, parts: list[Part], old: Tensor, modules: dict[str, nn.Module]
-) -> Tensor | Stored:
+) -> Tensor | Stored | Fp8:
     """What takes the place of a parameter or buffer, as it is stored where all of it is quantized alike."""
     owner = modules[name.rpartition(".")[0]]
     lies = _lies(owner, old)
@@ -137,8 +153,18 @@ def _fitted(
         packed = _assembled(checkpoint, parts, whole, (old.shape[0], old.shape[2], old.shape[1]) if lies else old.shape)
         if packed is not None:
             return packed
+    first = whole[parts[0].name]
+    is_weight = bool(name.rpartition(".")[0]) and isinstance(owner, nn.Linear) and name.endswith(".weight")
+    if (
+        is_weight
+        and len(parts) == 1
+        and isinstance(first, Fp8)
+        and first.shape == old.shape
+        and _in_order(parts[0].rows)
+    ):
+        return first
     dtype = old.dtype if old.dtype.is_floating_point else torch.float32
-    pieces = [_rows(w.q.dequantize(dtype) if isinstance(w := whole[n], Stored) else w, rows) for n, rows in parts]
+    pieces = [_rows(_dequantized(whole[n], dtype), rows) for n, rows in parts]
     value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if len(parts) == 1 and isinstance(whole[parts[0].name], Tensor) and whole[parts[0].name].shape == old.shape:
         value = whole[parts[0].name] if _in_order(parts[0].rows) else value
@@ -150,6 +176,12 @@ def _fitted(
         value = value.reshape(old.shape[0], old.shape[2], old.shape[1]).mT if lies and stands else value.view(old.shape)
     value = value.contiguous()
     return value.to(old.dtype) if old.dtype.is_floating_point and value.is_floating_point() else value
+
+
+def _dequantized(w: Tensor | Stored | Fp8, dtype: torch.dtype) -> Tensor:
+    if isinstance(w, Fp8):
+        return w.dequantize(dtype)
+    return w.q.dequantize(dtype) if isinstance(w, Stored) else w
 
 
 def _lies(owner: nn.Module, old: Tensor) -> bool:
@@ -200,10 +232,7 @@ def _matrix(w: Stored, rows: Tensor) -> Stored:
     n = w.q.shape[-2]
     one = w if len(w.q.shape) == 2 else w.matrix(int(rows[0]) // n)
     rows = rows % n
-    if len(rows) == n and _in_order(rows):
-        return one
-    one = one.rows(rows)
-    return replace(one, q=replace(one.q, shape=torch.Size((len(rows), one.q.shape[-1]))))
+    return one if len(rows) == n and _in_order(rows) else one.rows(rows)
 
 
 def _reordered(w: Stored, rows: Tensor) -> Stored:
@@ -251,7 +280,9 @@ def _stacks(m: nn.Module) -> tuple[str, ...]:
 
 def _pack(model: nn.Module, owner: str, old: nn.Module, new: dict[str, Tensor | Stored], policy: Policy) -> None:
     """Put a packed layer in the place of a linear one, or of experts."""
-    if isinstance(old, nn.Linear):
+    if isinstance(old, nn.Linear) and isinstance(new[f"{owner}.weight"], Fp8):
+        layer = Fp8Linear(new[f"{owner}.weight"], old.bias)
+    elif isinstance(old, nn.Linear):
         layer = QuantizedLinear.of(new[f"{owner}.weight"].q, old.bias, policy, owner)
     elif type(old) is Experts:
         layer = QuantizedExperts.of(*(new[f"{owner}.{stack}"].q for stack in old.stacks), policy, owner)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,12 @@ from ..qtensor import QTensor
 from ..quantized import QuantizedExperts, QuantizedLinear, QuantizedStacked
 from . import origin
 from .checkpoint import Checkpoint
+from .fp8 import Fp8
+from .fp8_linear import Fp8Linear
 from .source import FromCheckpoint, InMemory, Source
 from .stored import Stored
 
-PACKED = (QuantizedLinear, QuantizedExperts, QuantizedStacked)
+PACKED = (QuantizedLinear, QuantizedExperts, QuantizedStacked, Fp8Linear)
 
 
 def of_model(model: nn.Module, scratch: ExitStack) -> Source:
@@ -48,7 +49,7 @@ def of_model(model: nn.Module, scratch: ExitStack) -> Source:
     return source
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor | QTensor]:
+def weights_of(model: nn.Module) -> dict[str, Tensor | QTensor | Fp8]:
     """A module's parameters and persistent buffers by their names without wrappers; packed layers as what they hold, a
     stack of experts as [E, N, K]."""
     weights: dict[str, Tensor | QTensor] = {}
@@ -59,7 +60,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor | QTensor]:
             weights |= {f"{dot}{leaf}": getattr(module, leaf) for leaf in ("gate_up_proj", "down_proj")}
         elif isinstance(module, QuantizedStacked):
             weights |= {f"{dot}{leaf}": module.held(leaf) for leaf in module.stacks}
-        elif isinstance(module, QuantizedLinear):
+        elif isinstance(module, (QuantizedLinear, Fp8Linear)):
             weights[f"{dot}weight"] = module.weight
         else:
             buffers = dict(module.named_buffers(recurse=False))
@@ -68,16 +69,17 @@ def weights_of(model: nn.Module) -> dict[str, Tensor | QTensor]:
     return weights
 
 
-def _taken(parts: list[origin.Part], weights: dict[str, QTensor]) -> Stored:
+def _taken(parts: list[origin.Part], weights: dict[str, QTensor | Fp8]) -> Stored | Fp8:
     """Rows of one quantized parameter: all of it, or of a stack some rows of one expert."""
     (part,) = parts
     q = weights[part.name]
+    if isinstance(q, Fp8):
+        return q
     whole = Stored.of(q)
     if len(part.rows) == q.shape[:-1].numel() and bool((part.rows.diff() == 1).all()):
         return whole
     n = q.shape[-2]
     expert, order = part.rows // n, part.rows % n
     if len(q.shape) == 2 or bool((expert == expert[0]).all()):
-        one = (whole if len(q.shape) == 2 else whole.matrix(int(expert[0]))).rows(order)
-        return replace(one, q=replace(one.q, shape=torch.Size((len(order), q.shape[-1]))))
+        return (whole if len(q.shape) == 2 else whole.matrix(int(expert[0]))).rows(order)
     return whole.rows(order[:n])  # the rows of every expert in the same order

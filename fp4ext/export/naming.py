@@ -38,6 +38,10 @@ ALTERNATING = ("w13_weight",)
 NOT_LINEAR = ("*embed*", "*embd*", "wte", "wpe", "*norm*", "*conv*", "lm_head", "unembed")
 
 
+# self_attn.k_scale (compressed-tensors, vLLM), self_attn.k_proj.k_scale (modelopt), self_attn.kv_scale.
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".k_zero_point", ".v_zero_point")
+
+
 def module(name: str) -> str:
     """The module that a weight belongs to, by which a policy chooses."""
     return name.removesuffix(".weight")
@@ -78,6 +82,11 @@ def together(name: str, names) -> tuple[str, ...]:
         if last in group:
             return tuple(other for part in group if (other := f"{prefix}{dot}{part}.weight") in names)
     return (name,)
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor is a scale of an attention layer's KV cache (or of its queries), and no weight."""
+    return name.endswith(CACHE_SCALES)
 
 
 def natural(name: str) -> list:

@@ -1,6 +1,7 @@
 """Layout "fp4ext": every format and shape that a QTensor can have, as QTensor.to_safetensors writes it.
 
 NAME.codes   NAME.scales   NAME.global_scale      and in the file's metadata NAME.format, NAME.shape, NAME.dtype
+opt. NAME.input_amax f32 [], the largest input that calibration saw
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from ..qtensor import QTensor
 from .errors import Refused
 from .folder import Folder
 from .header import MAX_RANK
-from .layout import Layout, Pieces
-from .stored import Stored, check_scales
+from .layout import Layout, Pieces, number
+from .stored import Stored, check_scales, check_values
 
 
 class Native(Layout):
     """See the module."""
 
     name, formats, stacked = "fp4ext", tuple(formats.FORMATS.values()), True
-    roles = {".codes": "codes", ".scales": "scales", ".global_scale": "global_scale"}
+    says_kv_cache = True
+    roles = {".codes": "codes", ".scales": "scales", ".global_scale": "global_scale", ".input_amax": "input_amax"}
 
     def claims(self, folder: Folder) -> bool:
         return any(
@@ -54,22 +56,28 @@ class Native(Layout):
     def read(self, name, group, folder, dtype):
         fmt = self.format(name, group, folder)
         self.shape(name, group, folder, fmt)
-        tensors = {f"{name}.{role}": folder.read(tensor) for role, tensor in group.items()}
+        amax = number(folder, group["input_amax"]) if "input_amax" in group else None
+        tensors = {f"{name}.{role}": folder.read(tensor) for role, tensor in group.items() if role != "input_amax"}
         try:
             q = QTensor.from_safetensors(name, tensors, folder.metadata)
         except (ValueError, KeyError) as error:
             raise Refused(f"{folder.path}: {error.args[0]}") from None
         check_scales(f"{folder.path}: {name!r}", fmt, q.scales)
-        if fmt.element.bits == 8 and bool(q.codes.float().isnan().any()):
-            raise Refused(f"{folder.path}: {name!r}: an element is NaN; accepted: finite values")
         g = q.global_scale
         if g is not None and not bool((g.isfinite() & (g >= 0)).all()):
             raise Refused(f"{folder.path}: {name!r}: global_scale is not finite or negative; accepted: a multiplier")
-        return Stored.of(q)
+        check_values(f"{folder.path}: {name!r}", q)
+        return Stored.of(q, amax)
 
     def write(self, name, weight):
         tensors, metadata = weight.q.to_safetensors(name)
-        return Pieces(tensors, metadata)
+        if weight.input_amax is not None:
+            tensors[f"{name}.input_amax"] = weight.input_amax.reshape(())
+        exact = weight.outer is None or weight.outer.as_multiplier()[1]
+        return Pieces(tensors, metadata, None if exact else "global_scale is rounded to fp32 (relative 2^-24)")
 
     def describe(self, config, written):
-        return {"config.json": config | {"quantization_config": {"quant_method": "fp4ext"}}}
+        about = {"quant_method": "fp4ext"}
+        if written.kv_cache is not None:
+            about |= {"kv_cache_scheme": written.kv_cache.scheme, "kv_cache_quant_algo": written.kv_cache.algo}
+        return {"config.json": config | {"quantization_config": about}}

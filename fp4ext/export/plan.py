@@ -53,7 +53,7 @@ class Plan:
             if spec.outer == "row" and self.layout.name != "fp4ext":
                 raise Refused(f"{name!r}: {self.layout.name} has one outer scale a matrix, not one a row")
             self.specs[name] = spec
-        if not self.specs and not any(map(self.src.format, self.names)):
+        if not self.specs and not any(map(self.src.format, self.names)) and not self.src.fp8:
             raise Refused(f"no weight would be quantized: {self.left or 'there are no matrices'}")
 
     @property
@@ -116,7 +116,7 @@ class Plan:
                 wanted = {"down_proj"} if part == "down_proj" else {"gate_proj", "up_proj"}
                 unit = [other for other in self.names if self._of_experts(other, match["experts"], wanted)]
                 odd = next((n for n in unit if self._kind(n) != self._kind(name)), None)
-                if odd is not None:
+                if odd is not None and not (self.requantize and all(map(self.src.format, unit))):
                     what = f"{odd!r} and {name!r} would be in one stack, and are not quantized alike"
                     raise Refused(f"{what}; accepted: a policy and a filter that treat a layer's experts alike")
             elif (kind := self._shares(name)) is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from .errors import shown
+
 
 class Bar:
     """`with Bar(total bytes) as bar: bar.advance(bytes, what)`. `shown`: None means on a terminal."""
@@ -20,7 +22,7 @@ class Bar:
                 BarColumn(bar_width=32),
                 DownloadColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
             )
             self.progress = Progress(*columns, console=Console(stderr=True, force_terminal=True), transient=True)
             self.task = self.progress.add_task("", total=self.total)
@@ -30,7 +32,7 @@ class Bar:
     def advance(self, amount: int, what: str) -> None:
         """So many bytes more, the last of them of this weight."""
         if self.shown:
-            self.progress.update(self.task, advance=amount, description=what)
+            self.progress.update(self.task, advance=amount, description=shown(what, 60))
 
     def __exit__(self, *error) -> None:
         if self.shown:

@@ -23,8 +23,9 @@ from . import arrange, layouts, module, naming, recorded
 from .against import against
 from .checkpoint import Checkpoint
 from .choose import choose
-from .errors import Refused
-from .layout import Layout, Written
+from .errors import Refused, shown
+from .fp8 import Fp8
+from .layout import Layout, Pieces, Written
 from .plan import Filter, Plan
 from .progress import Bar
 from .source import Source, source_of
@@ -44,6 +45,7 @@ class Report:
         clipped: weight → elements that no longer fit the stored scales (with `like`).
         decided_by: what said which weights are quantized: the model itself, its class in transformers, or names alone.
         warnings: what a reader of the checkpoint should know.
+        aside: file or folder of the source that was not copied along → why.
         bytes: of the new checkpoint's tensors. was: of the source's.
     """
 
@@ -55,6 +57,7 @@ class Report:
     clipped: dict[str, int] = field(default_factory=dict)
     decided_by: str = ""
     warnings: list[str] = field(default_factory=list)
+    aside: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
     was: int = 0
 
@@ -71,7 +74,8 @@ class Report:
         if self.clipped:
             n = sum(self.clipped.values())
             lines.append(f"  {n} elements in {len(self.clipped)} weights were clipped: they outgrew the stored scales")
-        return "\n".join(lines)
+        lines += [f"  not copied: {', '.join(names)} ({why})" for why, names in self._by(self.aside)]
+        return "\n".join(shown(line) for line in lines)
 
     @staticmethod
     def _by(named: dict[str, str]) -> list[tuple[str, list[str]]]:
@@ -155,21 +159,24 @@ class _Job:
 
     def run(self, writer: Writer, bar: Bar) -> None:
         """Read, quantize and write, a layer's worth at a time."""
-        written = Written()
+        written = Written(kv_cache=self.src.kv_cache)
+        if self.src.kv_cache is not None and not self.layout.says_kv_cache:
+            self.report.lost["kv_cache_scheme"] = f"a config of {self.layout.name} says nothing of the KV cache"
         for names in self.plan.units():
             for name, weight in self._encoded(names):
                 self._write(writer, written, name, weight)
                 del weight
             bar.advance(sum(map(self.src.nbytes, names)), names[-1])
-        told = {naming.module(name) for name in (*written.plain, *written.formats)}
+        told = {naming.module(name) for name in (*written.plain, *written.formats, *written.fp8)}
         written.plain += [f"{name}.weight" for name in self.plan.chosen.linear if name not in told]
         writer.files |= self.layout.describe(self.src.config, written)
         writer.files |= recorded.decision(self.plan.chosen, self.plan.left)
         self._warn(written)
         writer.copies += [path for path in self.src.side_files if path.name not in writer.files]
         self.report.bytes = writer.bytes
+        self.report.aside |= self.src.aside
 
-    def _encoded(self, names: list[str]) -> Iterator[tuple[str, Stored | Tensor]]:
+    def _encoded(self, names: list[str]) -> Iterator[tuple[str, Stored | Fp8 | Tensor]]:
         """The new checkpoint's weights that come of these."""
         spec = self.plan.specs.get(names[0])
         pieces = self._arranged(names, {name: self._load(name, spec) for name in names})
@@ -193,8 +200,10 @@ class _Job:
             self.report.lost[name] = f"{n} block scales are rounded, under an outer scale that it shares with others"
         return list(made.items())
 
-    def _load(self, name: str, spec: Spec | None) -> Stored | Tensor:
+    def _load(self, name: str, spec: Spec | None) -> Stored | Fp8 | Tensor:
         weight = self.src.weight(name)
+        if isinstance(weight, Fp8):
+            return weight
         if isinstance(weight, Tensor):
             stack = naming.is_stack(name, tuple(weight.shape))
             return weight.mT if spec is not None and stack and self.src.transposed else weight
@@ -209,11 +218,17 @@ class _Job:
             return weight.without_zero_scales() if self.src.model is not None and weight.per_matrix else weight
         if not self.plan.requantize:
             raise Refused(f"{name!r}: {weight.q} does not fit into {self.layout.name}; accepted: fp4ext, or requantize")
+        made = self._anew(name, weight.q.dequantize(torch.float32))
+        self.report.lost[name] = f"quantized anew, {weight.q.format} → {made.q.format}"
+        return replace(made, input_amax=weight.input_amax)
+
+    def _anew(self, name: str, values: Tensor) -> Stored:
+        """Values quantized by the policy's spec, or where the layout cannot hold that by the layout's own."""
         target = self.plan.chosen.spec_of(name)
         if target is None or self.layout.why_not(self.plan.target_name(name), target.fmt):
             target = Spec(self.layout.formats[0].name)
-        self.report.lost[name] = f"quantized anew, {weight.q.format} → {target.fmt}"
-        return self._quantized(name, weight.q.dequantize(torch.float32), target, None)
+        self.report.lost[name] = f"quantized anew, into {target.fmt}"
+        return self._quantized(name, values, target, None)
 
     def _arranged(self, names: list[str], weights: dict[str, Stored | Tensor]) -> list[tuple[str, Stored | Tensor]]:
         """Under the names and in the arrangement of the layout."""
@@ -225,7 +240,8 @@ class _Job:
             for n in names:
                 m = naming.SEPARATE.match(n)
                 parts.setdefault(naming.PARTS.get(m["part"], m["part"]), {})[int(m["e"])] = weights[n]
-            return [arrange.stack(separate["experts"], parts, self.layout)]
+            anew = self._anew if self.plan.requantize else None
+            return [arrange.stack(separate["experts"], parts, self.layout, anew)]
         if packed and naming.STACK.match(name) and arrange.is_stack(weights[name]):
             alternating = self.src.alternating or naming.STACK.match(name)["part"] in naming.ALTERNATING
             if self.layout.experts_only:
@@ -275,23 +291,33 @@ class _Job:
                     "them right; a reader in transformers needs the whole model in mxfp4"
                 )
 
-    def _write(self, writer: Writer, written: Written, name: str, weight: Stored | Tensor) -> None:
+    def _write(self, writer: Writer, written: Written, name: str, weight: Stored | Fp8 | Tensor) -> None:
         if isinstance(weight, Tensor):
             if weight.dim() >= 2:
                 written.plain.append(name)
             writer.add(name, weight)
             return
+        if isinstance(weight, Fp8):
+            self._write_pieces(writer, name, self.layout.write_fp8(name, weight))
+            written.fp8[name] = replace(weight, codes=weight.codes.to("meta"))
+            self.report.quantized[name] = weight.kind
+            self.report.left.pop(name, None)
+            return
         amax = self.input_amax.get(naming.module(name))
         if amax is not None:
             weight = replace(weight, input_amax=torch.tensor(float(amax)))
-        written.with_input_amax += weight.input_amax is not None
-        pieces = self.layout.write(name, weight)
+        if weight.input_amax is not None:
+            written.with_inputs.add(name)
+        self._write_pieces(writer, name, self.layout.write(name, weight))
+        written.formats[name] = self.report.quantized[name] = weight.q.format.name
+
+    def _write_pieces(self, writer: Writer, name: str, pieces: Pieces) -> None:
         writer.say(pieces.metadata)
         for tensor, value in pieces.tensors.items():
             writer.add(tensor, value)
         if pieces.lost:
-            self.report.lost[name] = pieces.lost
-        written.formats[name] = self.report.quantized[name] = weight.q.format.name
+            before = self.report.lost.get(name)
+            self.report.lost[name] = pieces.lost if before is None else f"{before}; {pieces.lost}"
 
 
 def check_finite(name: str, q) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from ..formats import Format
 from ..qtensor import QTensor
-from . import naming
+from . import kv_cache, naming
 from .checkpoint import Checkpoint
 from .errors import Refused
+from .fp8 import Fp8
+from .kv_cache import KvCache
 from .stored import Stored
 
 
@@ -21,14 +23,18 @@ class Source:
 
     Attributes:
         config: the model's config.json, {} where there is none.
-        side_files: files to copy along.
+        side_files: files to copy along. aside: name of one that stays behind → why.
         model: the module that it was made of, None where there was none.
+        fp8: the names of weights that are FP8 already. kv_cache: the scheme of the KV cache.
         alternating, transposed: whether stacks alternate gate and up by rows; whether plain stacks are [E, K, N].
     """
 
     config: dict
     side_files: list[Path]
+    aside: dict[str, str] = {}
     model: nn.Module | None = None
+    fp8: Collection[str] = ()
+    kv_cache: KvCache | None = None
     alternating = False
     transposed = False
 
@@ -52,7 +58,9 @@ class FromCheckpoint(Source):
         self.checkpoint = checkpoint
         self.config = dict(checkpoint.config)
         self.config.pop("quantization_config", None)
-        self.side_files = checkpoint.folder.side_files()
+        self.fp8, self.kv_cache = checkpoint.fp8.keys(), kv_cache.of(checkpoint.folder)
+        self.side_files, self.aside = checkpoint.folder.side_files(), checkpoint.folder.left_aside()
+        self.aside |= {f"metadata {key!r}": "metadata of the files" for key in checkpoint.other_metadata()}
         plain_and_transposed = checkpoint.layout.name == "plain" and self.config.get("model_type") in naming.TRANSPOSED
         self.transposed = self.alternating = checkpoint.layout.transposed or plain_and_transposed
         self.names, self.shape, self.dtype = lambda: list(checkpoint), checkpoint.shape, checkpoint.dtype
@@ -65,8 +73,12 @@ class InMemory(Source):
     def __init__(self, weights: Mapping[str, Tensor | QTensor | Stored], config: dict | None = None):
         self.weights, self.config, self.side_files = dict(weights), config or {}, []
         for name, w in self.weights.items():
-            if not isinstance(name, str) or not isinstance(w, (Tensor, QTensor, Stored)):
+            if not isinstance(name, str) or not isinstance(w, (Tensor, QTensor, Stored, Fp8)):
                 raise Refused(f"weight {name!r} is {type(w).__name__}; accepted: a name → a Tensor or QTensor")
+            q = w.q if isinstance(w, Stored) else w
+            if isinstance(q, (QTensor, Fp8)) and 0 in q.shape:
+                raise Refused(f"weight {name!r} is {tuple(q.shape)}; accepted: a quantized weight that is not empty")
+        self.fp8 = {name for name, w in self.weights.items() if isinstance(w, Fp8)}
 
     def names(self):
         return list(self.weights)
@@ -77,7 +89,7 @@ class InMemory(Source):
 
     def dtype(self, name):
         w = self.weights[name]
-        return (w.q if isinstance(w, Stored) else w).dtype
+        return w.codes.dtype if isinstance(w, Fp8) else (w.q if isinstance(w, Stored) else w).dtype
 
     def format(self, name):
         w = self.weights[name]

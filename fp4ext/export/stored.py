@@ -22,6 +22,8 @@ from .errors import Refused
 ONE = torch.ones(())
 STOCK = 2688.0  # 6 · 448: what amax-storing layouts divide by
 ROOMY = 1536.0  # 6 · 256: what rules with room above divide by (numerics, 2)
+LARGE = 2.0**127
+ULP = 2.0**-23  # of fp32, relative, at most
 _MIN_E4M3 = 0x01
 
 
@@ -54,22 +56,44 @@ class Outer:
         g = self.denominator / self.numerator
         return g, self.is_exactly(Outer(torch.ones_like(g), g))
 
-    def as_amax(self) -> tuple[Tensor, Tensor]:
-        """(amax, denominator) whose quotient in fp32 is this scale, always.
+    def as_amax(self) -> tuple[Tensor, Tensor, float]:
+        """(amax, denominator, how far off their quotient is at most, relative, where a reader takes amax through BF16).
 
-        Denominator 2688 or 1536 where fp32 has an amax for it; else 2048, for which it has one for every multiplier;
-        else the numbers as they are.
+        Of these pairs the one that such a reader decodes best: the numbers as they are; 2688, 1536 and 2048 with the
+        amax whose quotient in fp32 is this scale; for one scale, any denominator with an amax of 8 bits. Where none of
+        them survives BF16, an amax of 8 bits over 2688 or 1536 whose quotient is an ulp off, if there is one: the law's
+        scale is fl(amax · fl(1/2688)), which is not always fl(amax/2688).
         """
-        same = self.denominator.unique()
-        if len(same) == 1 and same.item() in (STOCK, ROOMY):
-            return self.numerator, same[0]
         m, exact = self.as_multiplier()
-        for d in (STOCK, ROOMY, 2048.0) if exact else ():
-            near = m * d
-            for amax in (near, near.nextafter(torch.tensor(torch.inf)), near.nextafter(torch.zeros(()))):
-                if bool((amax / d == m).all()) and bool(amax.isfinite().all()):
-                    return amax, torch.tensor(d)
-        return self.numerator, same[0] if len(same) == 1 else self.denominator
+        same = self.denominator.unique()
+        own = (self.numerator, same[0] if len(same) == 1 else self.denominator)
+        found = [own] if len(same) == 1 and (not exact or same.item() in (STOCK, ROOMY)) else []
+        found += [pair for d in (STOCK, ROOMY, 2048.0) if (pair := _amax_over(m, torch.tensor(d))) is not None]
+        found += [own]
+        if len(m.unique()) == 1 and m.flatten()[0] > 0:
+            over = torch.arange(128, 256) / 128 / m.flatten()[0]
+            found += [pair for d in over if d.isfinite() and (pair := _amax_over(m, d)) is not None]
+        if all(_off_in_bf16(*pair, m) > 0 for pair in found):
+            eights = [((m * d).bfloat16().float(), torch.tensor(d)) for d in (STOCK, ROOMY)]
+            found += [pair for pair in eights if _off_in_bf16(*pair, m) <= ULP]
+        amax, denominator = min(found, key=lambda pair: _off_in_bf16(*pair, m))
+        return amax, denominator, _off_in_bf16(amax, denominator, m)
+
+
+def _off_in_bf16(amax: Tensor, denominator: Tensor, m: Tensor) -> float:
+    """How far amax, rounded to BF16, over the denominator is from m at most, relative."""
+    off = (amax.bfloat16().float() / denominator - m).abs() / m.clamp(min=torch.finfo(torch.float32).tiny)
+    return off.max().item() if off.numel() else 0.0
+
+
+def _amax_over(m: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(amax, denominator) with fl(amax/denominator) = m, amax of 8 bits where one is; None where there is none."""
+    near = m * denominator
+    up, down = near.nextafter(torch.tensor(torch.inf)), near.nextafter(torch.zeros(()))
+    amax = near
+    for other in (down, up, near, near.bfloat16().float()):  # element by element, the last of them that gives m
+        amax = torch.where(other / denominator == m, other, amax)
+    return (amax, denominator) if bool(((amax / denominator == m) & amax.isfinite()).all()) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +141,10 @@ class Stored:
         return Stored(q, outer, self.input_amax)
 
     def rows(self, order: Tensor) -> Stored:
-        """The rows of each matrix in another order."""
-        return replace(self, q=replace(self.q, codes=take(self.q.codes, order), scales=take(self.q.scales, order)))
+        """Some rows of each matrix, in that order."""
+        shape = torch.Size((*self.q.shape[:-2], len(order), self.q.shape[-1]))
+        codes, scales = take(self.q.codes, order), take(self.q.scales, order)
+        return replace(self, q=replace(self.q, codes=codes, scales=scales, shape=shape))
 
     def without_zero_scales(self) -> Stored:
         """The same values with no scale that a reader could not divide by.
@@ -139,7 +165,7 @@ class Stored:
             return self
         sign = torch.where(zero, 0x88, 0xFF).to(torch.uint8).repeat_interleave(q.format.block // 2, -1)
         scales = torch.where(zero, torch.tensor(_MIN_E4M3, dtype=torch.uint8), bytes_).view(q.scales.dtype)
-        scale = q.global_scale if outer is None else spread(outer.value, q)
+        scale = q.global_scale if outer is None else spread(outer.value)
         return replace(self, q=replace(q, codes=q.codes & sign, scales=scales, global_scale=scale), outer=outer)
 
 
@@ -167,13 +193,27 @@ def stored(
         )
     codes, scales = codes.view(format.codes_dtype), scales.view(format.scale_dtype)
     check_scales(name, format, scales)
-    if format.element.bits == 8 and bool(codes.float().isnan().any()):
-        raise Refused(f"{name}: an element is NaN; accepted: finite values")
     if outer is not None:
         outer = check_outer(name, outer, codes)
     shape = torch.Size((*codes.shape[:-1], k))
-    q = QTensor(codes, scales, None, format, shape, dtype)
-    return Stored(q if outer is None else replace(q, global_scale=spread(outer.value, q)), outer, input_amax)
+    scale = None if outer is None else spread(outer.value)
+    q = QTensor(codes, scales, scale, format, shape, dtype)
+    check_values(name, q)
+    return Stored(q, outer, input_amax)
+
+
+def check_values(name: str, q: QTensor) -> None:
+    """Raises Refused where an element is NaN or infinite, or its scales take it past fp32."""
+    if q.format.element.bits == 8 and not bool(q.codes.float().isfinite().all()):
+        what = "NaN" if bool(q.codes.float().isnan().any()) else "infinite"
+        raise Refused(f"{name}: an element is {what}; accepted: finite values")
+    if not q.shape.numel():
+        return
+    # The product of the maxima is a bound, and mostly small: then no value is computed.
+    bound = q.format.element.max * q.scales.float().max().item()
+    bound *= 1.0 if q.global_scale is None else q.global_scale.max().item()
+    if bound >= LARGE and not bool(q.dequantize(torch.float32).bfloat16().isfinite().all()):
+        raise Refused(f"{name}: a value overflows, by its scales; accepted: finite weights")
 
 
 def check_scales(name: str, format: formats.Format, scales: Tensor) -> None:
@@ -211,7 +251,7 @@ def check_outer(name: str, outer: Outer, codes: Tensor) -> Outer:
     return outer
 
 
-def spread(value: Tensor, q: QTensor) -> Tensor:
+def spread(value: Tensor) -> Tensor:
     """An outer scale [] or [E] in the shape that a QTensor has it."""
     return value if value.dim() == 0 else value.reshape(-1, 1, 1)
 

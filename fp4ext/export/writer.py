@@ -7,6 +7,9 @@ full disk or Ctrl-C at any moment leaves what was there before.
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import glob
 import json
 import os
 import shutil
@@ -46,9 +49,11 @@ class Writer:
         self._held = 0
         self._shards: list[list[str]] = []
         check_target(self.target, overwrite)
+        self._found = _names(self.target) if overwrite else None
 
     def __enter__(self) -> Writer:
         try:
+            _remove_dead(self.target)
             self.target.absolute().parent.mkdir(parents=True, exist_ok=True)
             self._aside = Path(
                 tempfile.mkdtemp(prefix=f".{self.target.name}.writing-", dir=self.target.absolute().parent)
@@ -56,6 +61,7 @@ class Writer:
         except OSError as error:
             raise Refused(f"{self.target}: cannot be written ({error.strerror}); accepted: a new folder") from None
         os.chmod(self._aside, 0o755)
+        self._lock = _locked(self._aside)
         return self
 
     def say(self, metadata: dict[str, str]) -> None:
@@ -79,6 +85,8 @@ class Writer:
                 self._finish()
         finally:
             shutil.rmtree(self._aside, ignore_errors=True)
+            if self._lock is not None:
+                os.close(self._lock)
 
     def _flush(self) -> None:
         path = self._aside / f"shard-{len(self._shards)}"
@@ -87,6 +95,7 @@ class Writer:
         except SafetensorError as error:  # the library's word for a full disk
             raise OSError(f"{self.target}: cannot be written ({error})") from None
         os.chmod(path, 0o644)
+        _sort_metadata(path)
         _sync(path)
         self._shards.append(list(self._tensors))
         self._tensors, self._held, self._metadata = {}, 0, {"format": "pt"}
@@ -107,7 +116,7 @@ class Writer:
             shutil.copyfile(path, self._aside / path.name)
             _sync(self._aside / path.name)
         _sync(self._aside)
-        publish(self._aside, self.target)
+        publish(self._aside, self.target, self._found)
 
 
 def check_target(target: Path, overwrite: bool) -> None:
@@ -133,21 +142,82 @@ def check_room(target: Path, needed: int) -> None:
         raise Refused(f"{target}: {what}; accepted: a disk with room")
 
 
-def publish(aside: Path, target: Path) -> None:
-    """Give a finished folder its name. What had the name before is removed afterwards."""
-    if target.exists():
-        if not _exchange(aside, target):  # a file system without the exchange: two steps, both reversible
-            old = aside.with_name(f"{aside.name}.old")
-            os.rename(target, old)
-            try:
-                os.rename(aside, target)
-            except OSError:
-                os.rename(old, target)
-                raise
-            shutil.rmtree(old, ignore_errors=True)
+def publish(aside: Path, target: Path, replaces: set[str] | None = None) -> None:
+    """Give a finished folder its name.
+
+    Args:
+        aside: the folder, on the target's file system.
+        target: its name from now on. An empty folder of that name gives way.
+        replaces: the names in the checkpoint that it replaces, which is then removed; None where it replaces none.
+
+    Raises:
+        Refused: something else has appeared in the target since it was looked at. It is kept.
+    """
+    if replaces:
+        _swap(aside, target)
+        if _names(aside) != replaces:
+            _swap(aside, target)
+            raise Refused(f"{target}: was changed while the new checkpoint was written; accepted: a folder at rest")
+        shutil.rmtree(aside, ignore_errors=True)
     else:
-        os.rename(aside, target)
+        try:
+            os.rename(aside, target)  # the system refuses to put it over a folder that is not empty
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise Refused(f"{target}: appeared while it was written; accepted: a new or empty folder") from None
     _sync(target.absolute().parent)
+
+
+def _swap(aside: Path, target: Path) -> None:
+    """Exchange the names of two folders."""
+    if not _exchange(aside, target):  # a file system without the exchange: three steps, the first two reversible
+        old = aside.with_name(f"{aside.name}.old")
+        os.rename(target, old)
+        try:
+            os.rename(aside, target)
+        except OSError:
+            os.rename(old, target)
+            raise
+        os.rename(old, aside)
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that marks a folder as in use, until its process ends; None where it is another's."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _remove_dead(target: Path) -> None:
+    """Remove what writers that were killed have left beside the target."""
+    name = target.absolute().name
+    for left in target.absolute().parent.glob(f".{glob.escape(name)}.writing-????????"):
+        fd = _locked(left) if left.is_dir() and not left.is_symlink() else None
+        if fd is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(fd)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the metadata's entries in order: the library's own order is random, and files should repeat byte for byte."""
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header = {"__metadata__": dict(sorted(header.pop("__metadata__").items()))} | header
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) > length:
+            raise OSError(f"{path}: its header cannot be sorted in place")
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def _exchange(a: Path, b: Path) -> bool:

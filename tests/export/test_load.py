@@ -16,6 +16,7 @@ from fp4ext.train.presets import Shape
 
 from .judges import mixed
 from .models import MODELS, folder_of, logits, opened, plain, plain_twin
+from .weights import weight
 
 SHAPE = Shape(layers=2, d=64, heads=2, ffn=96, context=32)
 
@@ -322,3 +323,12 @@ def test_experts_stay_packed(layout, tmp_path):
     assert_bytes_equal(
         load(tmp_path / "again")["experts.gate_up_proj"].codes, load(folder)["experts.gate_up_proj"].codes
     )
+
+
+def test_an_unknown_policy_leaves_the_model_as_it_was(tmp_path):
+    save({"0.weight": weight(64, 64)}, tmp_path / "out")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    before = model[0], model[0].weight, model[0].weight.clone()
+    with pytest.raises(ValueError, match="nope"):
+        load(tmp_path / "out", model, policy="nope")
+    assert model[0] is before[0] and model[0].weight is before[1] and torch.equal(model[0].weight, before[2])

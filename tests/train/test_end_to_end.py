@@ -152,7 +152,7 @@ def test_dead_anywhere_and_resumed_it_is_the_same_run(whole, job, tmp_path, monk
         with pytest.raises(Death):
             go_on(show)
     with monkeypatch.context() as patch:  # all bytes written, and not yet in their place
-        patch.setattr("fp4ext.export.writer.publish", lambda aside, target: (_ for _ in ()).throw(Death))
+        patch.setattr("fp4ext.export.writer.publish", lambda *given: (_ for _ in ()).throw(Death))
         patch.setattr("fp4ext.export.writer.shutil.rmtree", lambda path, ignore_errors: None)
         with pytest.raises(Death):
             go_on(Stages())
