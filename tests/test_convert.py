@@ -106,7 +106,7 @@ def test_hooks_and_modes_are_kept(model):
     assert model.layers[1].up.weight.grad is None
 
 
-# state_dict (fault 19)
+# state_dict
 
 
 @pytest.mark.parametrize("policy", ["nvidia", "end_to_end"])
@@ -137,7 +137,7 @@ def test_meta_device_then_load(model):
     assert_bytes_equal(output(empty), output(model))
 
 
-# The report (fault 20)
+# The report
 
 
 class Special(nn.Linear):

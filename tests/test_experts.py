@@ -127,7 +127,7 @@ def test_the_forward_is_that_of_linear_layers(policy, stage):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_of_nobody(policy):
-    """Fault 13: NaN there reaches neither outputs nor gradients, and their gradient is zero."""
+    """NaN there reaches neither outputs nor gradients, and their gradient is zero."""
     m, x, more = experts(policy), tokens(), tokens(rest=5)
     leaves = list(m.parameters())
     dy = generate("outliers30", len(more), K, seed=3)

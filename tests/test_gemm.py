@@ -98,7 +98,7 @@ def test_strided_plain_operands():
 
 @pytest.mark.parametrize("kind", [*formats.FORMATS, torch.float32], ids=str)
 def test_inputs_as_they_come(kind):
-    """Fault 15: M = 1, K = 80; no rows; transposed, strided, flipped views; 3-D and 4-D inputs."""
+    """M = 1, K = 80; no rows; transposed, strided, flipped views; 3-D and 4-D inputs."""
     as_operand = lambda t: t.to(kind) if isinstance(kind, torch.dtype) else quantize(t, kind)  # noqa: E731
     x, w = generate("gaussian", 2, 3, 1, 80), operand("nvfp4", 7, 80, seed=1)
     views = {

@@ -73,7 +73,7 @@ def same(got, wanted, what=""):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [48, 37, 1, 0])
 def test_every_gemm_is_that_of_the_quantized_operands(policy, dtype, tokens):
-    """Fault 17 too: the bias. 37 tokens: padded inside; 1: a decode step; 0: an expert without tokens."""
+    """The bias is added in every format. 37 tokens: padded inside; 1: a decode step; 0: an expert without tokens."""
     m, x = layer(policy), inputs(tokens, 80, dtype=dtype)
     dy = generate("outliers30", tokens, 48, seed=2, dtype=dtype)
     same(run(m, x, dy), by_hand(m, x.detach(), dy), f"{policy} {dtype} T={tokens}")

@@ -6,7 +6,7 @@ namespace fp4ext {
 
 inline constexpr uint32_t kE8M0NaN = 0xff;
 
-// 2^(byte-127). Byte 0 is an fp32 subnormal, not 0 (fault 4).
+// 2^(byte-127). Byte 0 is an fp32 subnormal, not 0.
 template <class U>
 FP4_HD auto decode_e8m0(U byte) {
   const auto u = select(byte == U(0u), U(0x00400000u), byte << 23);
@@ -34,7 +34,7 @@ struct MXLimits {
 // The byte for a block whose largest magnitude is a; reciprocal_max = fl(1/max of the element). a = 0 gives 0.
 //   ceil:  the smallest power of two that brings a/max to at most 1
 //   floor: the power of two below a, less the element's own largest exponent (OCP MX v1.0)
-// Both on the bits: a float log2 rounds up one ulp below a power of two (fault 11).
+// Both on the bits: a float log2 rounds up one ulp below a power of two.
 template <class Element, class F>
 FP4_HD UintOf<F> encode_e8m0(F a, bool ceil, float reciprocal_max) {
   using U = UintOf<F>;

@@ -2,7 +2,7 @@
 #include "grouped.h"
 
 // swizzle and unswizzle on the CPU: block scales from linear [.., rows, columns] to the tensor cores' layout and back.
-// Each matrix of a stack is padded on its own, and the padding is zero: garbage there would reach a GEMM (fault 5).
+// Each matrix of a stack is padded on its own, and the padding is zero: garbage there would reach a GEMM.
 namespace fp4ext {
 namespace {
 

@@ -78,7 +78,7 @@ def test_dequantize_requantize_swizzle(key):
 
 
 def test_200_repeats():
-    """8192², every copy the same bytes (fault 7)."""
+    """8192², every copy the same bytes."""
     x = torch.randn(8192, 8192, device=GPU, dtype=torch.bfloat16)
     key = "nvfp4/sweep/eden/1x16/tensor/128x2"
     first = None

@@ -68,7 +68,7 @@ def test_every_bf16_value_at_scale_one(format):
 
 @pytest.mark.parametrize("format", ["nvfp4", *MX])
 def test_every_midpoint_and_its_neighbours(format):
-    """Between all codes that follow each other, ± 1 ulp of fp32, both signs; ties to the even code (fault 12)."""
+    """Between all codes that follow each other, ± 1 ulp of fp32, both signs; ties to the even code."""
     element = formats.get(format).element
     magnitudes = ml_values(np.arange(128, dtype=np.uint8) & (7 if element.bits == 4 else 127), element)
     magnitudes = np.unique(magnitudes[np.isfinite(magnitudes)])
@@ -128,7 +128,7 @@ def test_every_bf16_value_in_a_block_of_its_own(format, scale):
 @pytest.mark.parametrize("format", MX)
 @pytest.mark.parametrize("scale", ["ceil", "floor"])
 def test_scales_on_both_sides_of_every_power_of_two(format, scale):
-    """Fault 11: a logarithm in fp32 rounds nextafter(2^k, 0) up."""
+    """A logarithm in fp32 rounds nextafter(2^k, 0) up."""
     powers = np.ldexp(np.float32(1), np.arange(-148, 128)).astype(np.float32)
     a = np.concatenate([powers, np.nextafter(powers, np.float32(0)), np.nextafter(powers, np.float32(np.inf))])
     a = a[a > 0]
@@ -148,7 +148,7 @@ def qtensor(format, codes, scales, k):
 @pytest.mark.parametrize("format", ["nvfp4", *MX])
 @pytest.mark.parametrize("through", ["dequantize", "gemm"])
 def test_every_scale_byte(format, through):
-    """Fault 4: 1.0 under each; E8M0 byte 0 is 2^-127, which is no zero, and 254 no infinity."""
+    """1.0 under each; E8M0 byte 0 is 2^-127, which is no zero, and 254 no infinity."""
     fmt = formats.get(format)
     one = {"e2m1": 0x22, "e4m3": 0x38, "e5m2": 0x3C}[fmt.element.name]
     codes = torch.full((256, fmt.block // fmt.codes_per_byte), one, dtype=torch.uint8)

@@ -194,7 +194,7 @@ def test_empty(batch, heads, groups, m, t, d):
 
 
 def test_large_strides():
-    """Offsets beyond 2^31 elements (fault 16): a batch axis that steps over them."""
+    """Offsets beyond 2^31 elements: a batch axis that steps over them."""
     q, k, v = qkv(2, 1, 1, 1, 3, 4, seed=13)
     step = 2**31 + 16
     with tempfile.NamedTemporaryFile() as file:

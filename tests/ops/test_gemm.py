@@ -179,7 +179,7 @@ def test_accumulate_fast_is_the_law_here():
 
 
 def test_views_of_any_stride(each_isa):
-    """Transposed and strided operands, scales and bias: contiguity is not assumed (fault 15)."""
+    """Transposed and strided operands, scales and bias: contiguity is not assumed."""
     x, w = operand("nvfp4", 6, 80, 16, outer="row"), operand("nvfp4", 11, 80, 17)
     bias = torch.randn(22)[::2]
     wanted = gemm(x, w, bias.clone())
@@ -207,7 +207,7 @@ def test_bias_and_output(each_isa, bias_dtype, out_dtype):
 
 
 def test_the_product_of_global_scales_neither_overflows_nor_vanishes(each_isa):
-    """1e38·1e38 and 1e-38·1e-38 are no fp32, but y is (fault 10)."""
+    """1e38·1e38 and 1e-38·1e-38 are no fp32, but y is."""
     for outer in (1e38, 1e-38):
         x, w = operand("nvfp4", 3, 32, 20, scales=(1, 9)), operand("nvfp4", 5, 32, 21, scales=(1, 9))
         x.outer, w.outer = torch.tensor([outer]), torch.tensor([1 / outer])
@@ -352,7 +352,7 @@ def test_leading_dimensions():
 
 @pytest.mark.parametrize("x_format, w_format", SAME, ids=lambda f: f)
 def test_what_lies_behind_is_not_read(each_isa, x_format, w_format):
-    """Fault 5: M = 48, K = 96, everything around the operands 0xFF: NaN as a scale, as a code, as a plain number."""
+    """M = 48, K = 96, everything around the operands 0xFF: NaN as a scale, as a code, as a plain number."""
     x, w = operand(x_format, 48, 96, 33), operand(w_format, 40, 96, 34)
     wanted = {m: gemm(x[:m], w) for m in (48, 1)}
 
@@ -376,7 +376,7 @@ def test_what_lies_behind_is_not_read(each_isa, x_format, w_format):
 @pytest.mark.parametrize("x_format, w_format", [("nvfp4", "nvfp4"), ("mxfp8", "mxfp8")], ids=lambda f: f)
 @pytest.mark.parametrize("m", [1, 6])
 def test_indices_of_64_bits(x_format, w_format, m):
-    """Fault 16: 2^31 elements and more of w, then of x. Pages of zeros that nobody writes take no memory."""
+    """2^31 elements and more of w, then of x. Pages of zeros that nobody writes take no memory."""
     k, n = 4096, 2**31 // 4096 + 8
     few, last = operand(x_format, m, k, 35), operand(w_format, 8, k, 36)
     w = Operand(w_format, *(None if t is None else t.new_zeros(n, t.shape[1]) for t in (last.codes, last.scales)))
@@ -391,7 +391,7 @@ def test_indices_of_64_bits(x_format, w_format, m):
 
 
 def test_compiled_equals_eager():
-    """Fault 14: K = 16(4n+1), where a scale column stands alone in its four."""
+    """K = 16(4n+1), where a scale column stands alone in its four."""
     torch._dynamo.reset()
     for k in (16, 80, 144):
         x, w = operand("nvfp4", 5, k, 37), operand("nvfp4", 7, k, 38)

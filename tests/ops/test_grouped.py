@@ -24,7 +24,7 @@ SPECS = {
     "mxfp8 stochastic": Spec("mxfp8", rounding="stochastic", rht="32"),
     "mxfp4": Spec("mxfp4", "floor"),
 }
-# Fault 8's: experts without rows, of one row, around 128 rows, none with rows at all.
+# Experts without rows, of one row, around 128 rows, none with rows at all.
 COUNTS = {
     "ragged": [0, 1, 127, 128, 129, 0, 31],
     "one": [0, 0, 64, 0],
@@ -65,7 +65,7 @@ def pieces(q):
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("counts", ["ragged", "small", "none"])
 def test_rows_of_experts(each_isa, name, axis, counts):
-    """Faults 8 and 13: any counts; NaN in rows that are nobody's reaches nothing."""
+    """Any counts; NaN in rows that are nobody's reaches nothing."""
     counts, spec = COUNTS[counts], SPECS[name]
     x = tokens(counts, 40)
     wanted = reference.grouped_quantize(x, spec, offsets(counts), axis, RNG, "dy")
@@ -76,7 +76,7 @@ def test_rows_of_experts(each_isa, name, axis, counts):
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_stacks(each_isa, name, axis):
-    """Fault 18: experts' rows that are no multiple of a tile; each is as if alone."""
+    """Experts' rows that are no multiple of a tile; each is as if alone."""
     w, spec = generate("outliers30", 3, 37, 40) * torch.tensor([1.0, 100.0, 0.01])[:, None, None], SPECS[name]
     wanted = reference.grouped_quantize(w, spec, None, axis, RNG, "w")
     for isa, q in each_isa(lambda: grouped_quantize(w, spec, axis=axis, rng=RNG, role="w")):
@@ -174,7 +174,7 @@ def alone(kind, x, axis=-1):
 @pytest.mark.parametrize("x_kind, w_kind", PAIRS, ids=str)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_rows(each_isa, x_kind, w_kind, counts):
-    """Faults 8, 13: fprop and dgrad. Each expert's rows are those of gemm; rows of nobody are zero."""
+    """Fprop and dgrad. Each expert's rows are those of gemm; rows of nobody are zero."""
     counts = COUNTS[counts]
     n = 160 if len(counts) == 3 else 24
     at, x, w = offsets(counts), tokens(counts, 80), generate("gaussian", len(counts), n, 80, seed=1)
@@ -194,7 +194,7 @@ def test_rows(each_isa, x_kind, w_kind, counts):
 @pytest.mark.parametrize("x_kind, w_kind", PAIRS, ids=str)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_tokens(each_isa, x_kind, w_kind, counts):
-    """Faults 8, 13: wgrad. Each expert's product is gemm's over its own tokens, zero where it has none."""
+    """Wgrad. Each expert's product is gemm's over its own tokens, zero where it has none."""
     counts = COUNTS[counts]
     at, dy, x = offsets(counts), tokens(counts, 50), tokens(counts, 40, seed=1)
     (a, ar), (b, br) = operand(x_kind, dy, at, -2), operand(w_kind, x, at, -2)
@@ -259,7 +259,7 @@ def test_many_experts_and_threads(kind):
 
 
 def test_what_lies_behind_is_not_read():
-    """Fault 5: the room that is kept for other offsets may hold anything."""
+    """The room that is kept for other offsets may hold anything."""
     counts = COUNTS["small"]
     at, dy, x = offsets(counts), tokens(counts, 24, 0), tokens(counts, 40, 0, seed=1)
     a, b = (grouped_quantize(t, "nvfp4", at, axis=-2) for t in (dy, x))

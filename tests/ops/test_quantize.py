@@ -150,7 +150,7 @@ def test_rowcol_is_both_directions(key, isa):
 
 @pytest.mark.parametrize("n", [64, 96, 128, 192, 256, 384])
 def test_square_sizes_on_both_sides_of_thresholds(n, isa):
-    """Fault 2: a block's bytes depend on the block and the outer scale alone, whichever path takes it."""
+    """A block's bytes depend on the block and the outer scale alone, whichever path takes it."""
     x = generate("gaussian", 384, 384)
     x[0, 0] = 8.0  # the largest, so that every corner has the same outer scale
     spec = Spec("nvfp4", "sweep")
@@ -172,7 +172,7 @@ def test_sixteen_by_sixteen_transposes_exactly(isa):
 
 
 def test_symmetric_input_draws_different_bits_for_rows_and_columns():
-    """Fault 3: one random stream for both copies would make their errors equal."""
+    """One random stream for both copies would make their errors equal."""
     x = generate("gaussian", 256, 256)
     x = x + x.T
     key = Spec("nvfp4", rounding="stochastic").key
@@ -186,7 +186,7 @@ def test_symmetric_input_draws_different_bits_for_rows_and_columns():
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("key", ["nvfp4/amax/stochastic", "nvfp4/sweep/eden/1x16/tensor/128x2", "nvfp4/sweep"])
 def test_shards_with_a_shared_amax_make_the_whole(key, axis, isa):
-    """Fault 9: shards whose amaxes differ 10x, each given the whole's amax and its own coordinates."""
+    """Shards whose amaxes differ 10x, each given the whole's amax and its own coordinates."""
     x = generate("gaussian", 256, 256)
     x[:128] *= 10
     key = Spec.parse(key).key
@@ -206,7 +206,7 @@ def test_shards_with_a_shared_amax_make_the_whole(key, axis, isa):
 
 
 def test_constant_tensor_stochastic_is_not_zero(isa):
-    """Fault 1: 64x64 of 2.3, stochastically rounded, keeps its mean."""
+    """64x64 of 2.3, stochastically rounded, keeps its mean."""
     x = torch.full((64, 64), 2.3)
     q = fp4ext.ops.quantize(x, Spec("nvfp4", rounding="stochastic").key, -1, RNG)
     mean = fp4ext.ops.dequantize(*q, "nvfp4", 64, "float32").mean()

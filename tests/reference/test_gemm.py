@@ -216,7 +216,7 @@ def test_global_scales_of_rows():
 
 @pytest.mark.parametrize("sizes", [(3e38, 1e-36), (1e38, 1e-38), (1e-30, 1e-30), (1e-38, 1.0)])
 def test_global_scales_neither_overflow_nor_vanish(sizes):
-    """Fault 10."""
+    """The product of two outer scales overflows or underflows, and y does not."""
     x, w = gaussian(2, 32).clamp(-1, 1) * sizes[0], gaussian(2, 32, seed=1).clamp(-1, 1) * sizes[1]
     (xo, xv), (wo, wv) = operand(x, "nvfp4"), operand(w, "nvfp4")
     y = gemm(xo, wo, out_dtype=torch.float32)

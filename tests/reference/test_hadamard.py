@@ -43,7 +43,7 @@ def test_is_h_d_over_root_n(n, stages):
 
 
 def test_order_of_the_butterflies():
-    """Scalar butterflies, in fp32, on data whose spread makes the order visible (fault 6)."""
+    """Scalar butterflies, in fp32, on data whose spread makes the order visible."""
     n, x = 32, wide(1, 32, seed=3)
     v = [f for f in torch.where(signs(RNG, n, 1)[0], -x[0], x[0])]
     h = 1

@@ -68,7 +68,7 @@ def test_mean_over_all_random_values_is_exact():
 
 
 def test_rows_and_columns_do_not_share_bits():
-    """Fault 3: symmetric x, so equal scales; row and column codes agree no more than by chance."""
+    """Symmetric x, so equal scales; row and column codes agree no more than by chance."""
     x = gaussian(128, 128)
     x = x + x.T
     key = "nvfp4/amax/stochastic/16x16"
@@ -84,7 +84,7 @@ def test_rows_and_columns_do_not_share_bits():
 
 
 def test_constant_matrix():
-    """Fault 1: 64x64 of 2.3."""
+    """64x64 of 2.3."""
     x = torch.full((64, 64), 2.3)
     codes, scales, g = quantize(x, "nvfp4/minvar/stochastic", rng=torch.tensor([1, 2]))
     assert codes.any() and scales.view(torch.uint8).all() and float(g) > 0

@@ -37,7 +37,7 @@ def test_integers_are_exact(simt, device, x_format, w_format):
 
 
 def test_the_end_of_the_law(simt, device):
-    """Global scales in one product of doubles (fault 10); a poisoned block is the canonical NaN of its row."""
+    """Global scales in one product of doubles; a poisoned block is the canonical NaN of its row."""
     device(90)
     for g_x, g_w in ((1e30, 1e-30), (1e-39, 1e38)):
         x, w = operand("nvfp4", 20, 128, seed=13, integers=True), operand("nvfp4", 16, 128, seed=14, integers=True)

@@ -91,7 +91,7 @@ OFFSETS = [[0, 1, 128, 255, 384, 384, 415], [0, 0, 64, 64], [0, 0, 0], [7]]
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("kernel", ["invariant", "decode"])
 def test_grouped(simt, offsets, kernel):
-    """Empty experts, rows of nobody, gains far apart (fault 8); each expert's rows as if it were alone."""
+    """Empty experts, rows of nobody, gains far apart; each expert's rows as if it were alone."""
     if kernel == "decode":
         offsets = [min(end // 8, 14) for end in offsets]
     experts, rows, n, k = len(offsets), offsets[-1] + 2, 40, 256
@@ -202,7 +202,7 @@ def test_poisoned_blocks_are_nan(simt, kernel):
 
 
 def test_large_and_small_global_scales(simt):
-    """Neither the product of two large nor that of two small ones is lost (fault 10)."""
+    """Neither the product of two large nor that of two small ones is lost."""
     for g_x, g_w in ((1e30, 1e-30), (1e-39, 1e38)):
         x, w = operand("nvfp4", 4, 128, seed=13, integers=True), operand("nvfp4", 16, 128, seed=14, integers=True)
         x.outer, w.outer = torch.tensor([g_x]), torch.tensor([g_w])

@@ -62,7 +62,7 @@ def test_many_tiles(simt, kernel, format, asynchronous):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 def test_grouped(simt, kernel, format, offsets):
-    """Empty experts and rows of nobody (fault 8); each expert's rows as if it were alone."""
+    """Empty experts and rows of nobody; each expert's rows as if it were alone."""
     experts, rows = len(offsets), offsets[-1] + 2
     x, w = operand(format, rows, 256, seed=7), operand(format, experts, 160, 256, seed=8, outer="row")
     y = gemm(simt, kernel, x, w, None, torch.tensor(offsets, dtype=torch.int32))

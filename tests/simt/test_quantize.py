@@ -78,7 +78,7 @@ def test_every_kind_of_data(simt, kind, dtype):
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("shape", [(1, 80), (3, 17), (33, 1), (130, 48), (5, 131), (129, 257)], ids=str)
 def test_ragged(simt, key, shape):
-    """Rows and columns that fill no tile, no block, no 16 bytes (faults 14 and 15)."""
+    """Rows and columns that fill no tile, no block, no 16 bytes."""
     for dtype, axis in itertools.product((torch.bfloat16, torch.float32), (-1, -2)):
         check(simt, generate("student_t3", *shape, seed=3, dtype=dtype), key, axis, rng=SHARD)
 
@@ -105,7 +105,7 @@ def test_every_rht(simt, key, rht):
 
 
 def test_the_sum_of_an_rht_keeps_its_order(simt):
-    """Exponents spread over 2^24 in one vector: another order of additions would move bits (fault 6)."""
+    """Exponents spread over 2^24 in one vector: another order of additions would move bits."""
     x = generate("wide", 64, 128, seed=6)
     for rht in ("16", "128", "128x2"):
         check(simt, x, f"nvfp4/amax/nearest/1x16/tensor/{rht}")
@@ -113,7 +113,7 @@ def test_the_sum_of_an_rht_keeps_its_order(simt):
 
 @pytest.mark.parametrize("size", [64, 96, 128, 192, 256, 384])
 def test_square_sizes(simt, size):
-    """On both sides of every tile's edge (fault 2), and 64×64 of 2.3, stochastically, never all zeros (fault 1)."""
+    """On both sides of every tile's edge, and 64×64 of 2.3, stochastically, never all zeros."""
     check(simt, generate("gaussian", size, size, seed=size, dtype=torch.bfloat16), "nvfp4/amax/stochastic")
     if size == 64:
         codes, _, _ = simt.ops.quantize(
@@ -125,7 +125,7 @@ def test_square_sizes(simt, size):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_rowcol_is_both(simt, key):
-    """One read of x, both copies; their random streams differ (fault 3)."""
+    """One read of x, both copies; their random streams differ."""
     for shape in ((130, 144), (2, 48, 64)):
         x = generate("gaussian", *shape, seed=8, dtype=torch.bfloat16)
         got = simt.ops.quantize_rowcol(x, key, key, RNG, SHARD, 1)
@@ -155,7 +155,7 @@ def test_rowcol_of_two_specs(simt, row, col):
 
 @pytest.mark.parametrize("schedule", range(6))
 def test_no_schedule_matters(simt, schedule):
-    """Whichever warp runs ahead, whatever lies in shared memory (fault 7)."""
+    """Whichever warp runs ahead, whatever lies in shared memory."""
     simt.configure(seed=100 + schedule, asynchronous=simt.MODES[schedule % 3])
     x = generate("gaussian", 130, 130, seed=4, dtype=torch.bfloat16)
     for key in KEYS:
@@ -189,7 +189,7 @@ def test_dequantize(simt, format):
 
 
 def test_dequantize_every_byte(simt):
-    """All codes under all scales: E8M0 bytes 0 and 255 are 2^-127 and NaN (fault 4)."""
+    """All codes under all scales: E8M0 bytes 0 and 255 are 2^-127 and NaN."""
     scales = torch.arange(256, dtype=torch.uint8)[:, None]
     for format, block in (("nvfp4", 16), ("mxfp8", 32), ("mxfp8_e5m2", 32), ("mxfp4", 32)):
         codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
@@ -221,7 +221,7 @@ def test_swizzle(simt, shape):
     "key", ["nvfp4/sweep", "nvfp4/amax/nearest/16x16", "mxfp8", "mxfp4/ceil/nearest/1x32/none/128"]
 )
 def test_quantize_swizzled(simt, key):
-    """Scales straight into the tensor cores' layout, each matrix padded alone, the padding zero (faults 5, 18)."""
+    """Scales straight into the tensor cores' layout, each matrix padded alone, the padding zero."""
     x = generate("gaussian", 2, 150, 200, seed=13)
     (key,) = full(key)
     one = torch.ones(1)

@@ -1,0 +1,25 @@
+"""What docs name exists: tests, files, and links between pages."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    for link in links:
+        if "://" not in link:
+            assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_tests_that_are_named_exist(page):
+    for path, name in re.findall(r"`(?:pytest )?(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text()):
+        assert (ROOT / path).exists(), path
+        if name:
+            assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
