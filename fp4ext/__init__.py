@@ -14,6 +14,7 @@ from .gemm import gemm
 from .grouped import Ragged, grouped_gemm, grouped_quantize
 from .linear import Linear, linear
 from .noise import gradient_noise
+from .ops import set_draw_rank
 from .packed import pack, packed_weights, refit
 from .policy import Policy
 from .qtensor import QTensor
@@ -58,6 +59,7 @@ __all__ = [
     "quantize",
     "refit",
     "revert",
+    "set_draw_rank",
     "set_step",
     "stage",
     "storage_bits",

@@ -281,8 +281,38 @@ def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def draw_states(like: Tensor, streams: int) -> Tensor:
-    """RNG states {seed, offset}, int64 [streams, 2], drawn now from torch's generator for the device of `like`."""
-    return torch.randint(2**63 - 1, (streams, 2), dtype=torch.int64, device=like.device)
+    """RNG states {seed, offset}, int64 [streams, 2], drawn now from torch's generator for the device of `like`.
+
+    Trainers give all ranks one seed. Then the rounding of what the ranks share, such as the weights in dgrad and the
+    signs of an RHT, would be common to all and the mean over ranks would keep its noise. So the rank is folded in.
+    """
+    states = torch.randint(2**63 - 1, (streams, 2), dtype=torch.int64, device=like.device)
+    rank = _own_rank()
+    return states ^ (rank * 0x9E3779B97F4A7C15 & 2**63 - 1) if rank else states  # an odd constant: all ranks differ
+
+
+def set_draw_rank(rank: int | None) -> None:
+    """Say which rank's random bits this process draws; None: torch.distributed's own, 0 without it.
+
+    Ranks with one number and one seed draw the same bits, which is for those that hold shards of one replica.
+
+    Raises:
+        ValueError: a rank that is no whole number from 0.
+    """
+    global _draw_rank
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
+        raise ValueError(f"rank is {rank!r}; accepted: a whole number from 0, or None")
+    _draw_rank = rank
+
+
+_draw_rank: int | None = None
+
+
+def _own_rank() -> int:
+    if _draw_rank is not None:
+        return _draw_rank
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def random_op(name: str, states: int | None) -> Callable:
