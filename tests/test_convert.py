@@ -337,6 +337,7 @@ BITS = {
     "four_over_six": (4.5, 4.5),
     "quartet2": (4.5, 4.5),
     "end_to_end": (4.5, 4.5),
+    "end_to_end_sr": (4.5, 4.5),
     "mxfp8_backward": (4.5, 4.5),
 }
 

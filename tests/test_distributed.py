@@ -1,4 +1,4 @@
-"""Two processes: data parallel and FSDP2 on converted models. The noise of a mean over ranks falls with their number."""
+"""Two processes: data parallel and FSDP2 on converted models. The noise of a mean over ranks falls with the ranks."""
 
 import os
 
