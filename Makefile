@@ -18,6 +18,7 @@ $(VENV)/bin/python:
 
 # Everything but the extension; again when the lists of packages change.
 $(VENV)/.packages: constraints.txt pyproject.toml | $(VENV)/bin/python
+	@echo "installing packages into $(VENV): about a minute, and longer with a CUDA build of torch (5.5 GB)"
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch pybind11 cmake ninja setuptools wheel
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt numpy safetensors rich matplotlib "tomli; python_version < '3.11'" tensorboard pytest pytest-xdist hypothesis ml_dtypes ruff clang-format
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm || echo "no disassemblers for this platform: tests/test_sass.py is skipped"
@@ -27,6 +28,7 @@ $(VENV)/.packages: constraints.txt pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(READY): $(VENV)/.packages $(CORE)
+	@echo "building the extension: two to six minutes, longer where CUDA kernels are compiled"
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@$(PY) -c 'import fp4ext; [print(f"fp4ext: {name}: {what}") for name, what in fp4ext.backends().items()]'
 	@touch $@

@@ -30,8 +30,9 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     """A copy of the model, in eval mode and without gradients, whose converted layers are quantized.
 
     fp4ext.Linear becomes QuantizedLinear, fp4ext.Experts QuantizedExperts, and converted experts of transformers hold
-    their stacks likewise. Layers whose recipe quantizes no weights in
-    that stage are copied as they are. Hooks on a forward stay where they are.
+    their stacks likewise. Layers whose recipe quantizes no weights in that stage are copied as they are. Hooks on a
+    forward stay where they are. The copy's `save_pretrained`, where the model has one, raises: it would write codes
+    that no config describes. fp4ext.export.save writes a packed model.
 
     Raises:
         ValueError: an unknown stage, a recipe that rounds weights at random.
@@ -48,7 +49,17 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
             memo[id(module)] = _quantized(module, recipe.fprop.x, recipe.fprop.w)
             for hooks in HOOKS:
                 setattr(memo[id(module)], hooks, copy.copy(getattr(module, hooks)))
-    return copy.deepcopy(model, memo).eval().requires_grad_(False)
+    packed = copy.deepcopy(model, memo).eval().requires_grad_(False)
+    if memo and hasattr(packed, "save_pretrained"):
+        packed.save_pretrained = _no_save_pretrained
+    return packed
+
+
+def _no_save_pretrained(*args, **kwargs):
+    raise NotImplementedError(
+        "save_pretrained would write a packed model's codes without a config that describes them; accepted: "
+        "fp4ext.export.save(model, folder), which others read too"
+    )
 
 
 def packed_weights(model: nn.Module) -> list[QTensor]:

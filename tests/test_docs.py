@@ -23,3 +23,8 @@ def test_tests_that_are_named_exist(page):
         assert (ROOT / path).exists(), path
         if name:
             assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+def test_the_readmes_example_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    exec(compile(block, "README.md", "exec"), {})

@@ -127,3 +127,17 @@ def test_hooks_stay_where_they_are():
     with fp4ext.stage("rl_sampler"), torch.no_grad():
         assert_bytes_equal(fp4ext.pack(model)(x), model(x))
     assert seen == ["QuantizedLinear", "Linear"]
+
+
+def test_a_packed_model_is_not_saved_without_its_formats(tmp_path):
+    """save_pretrained would write codes that nothing describes; the model itself is saved as before."""
+    transformers = pytest.importorskip("transformers")
+    size = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    m = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, num_key_value_heads=2, head_dim=16))
+    fp4ext.convert(m)
+    packed = fp4ext.pack(m)
+    with pytest.raises(NotImplementedError, match="fp4ext.export.save"):
+        packed.save_pretrained(tmp_path / "packed")
+    m.save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "packed").exists() and (tmp_path / "plain" / "model.safetensors").exists()
+    fp4ext.export.save(packed, tmp_path / "out", progress=False)

@@ -98,7 +98,7 @@ def arithmetic(spec: Spec) -> float:
     elements; a butterfly is an addition an element.
     """
     candidates = {"four_over_six": 2, "four_over_six_mae": 2, "four_over_six_absmax": 2, "sweep": 5, "minvar": 6}
-    tried = candidates.get(spec.scale, 0)
+    tried = (candidates | {"amax": 0, "ceil": 0, "floor": 0})[spec.scale]
     count = 8 + 7 * tried  # magnitude, maximum, scale, multiply, round, pack
     if spec.rounding == "stochastic":
         count += 10 * 7 / 8 + 3

@@ -88,7 +88,9 @@ class Layout(ABC):
 
     def shape(self, name: str, group: Group, folder: Folder, fmt: Format) -> tuple[int, ...]:
         """The logical shape of a quantized weight, from the headers alone."""
-        scales = next(folder.slots[group[role]].shape for role in ("scale", "scales") if role in group)
+        scales = next((folder.slots[group[role]].shape for role in ("scale", "scales") if role in group), None)
+        if scales is None:
+            raise NotImplementedError(f"layout {self.name} names its block scales otherwise, and must override shape")
         return (*scales[:-1], scales[-1] * fmt.block) if scales else ()
 
     @abstractmethod
