@@ -1,4 +1,4 @@
-"""The number formats: the only place that types 16, 32, 6.0 or 448.0. Ask a Format instead of remembering.
+"""The number formats: block lengths, largest values and dtypes. Ask a Format instead of remembering.
 
 An element format says which values one code can take. A block format adds a scale shared by consecutive elements along
 the contraction axis, and NVFP4 an fp32 outer scale on top: x̂ = element · block scale · outer scale

@@ -25,6 +25,23 @@ def test_tests_that_are_named_exist(page):
             assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
 
 
+def prose(page):
+    """Lines outside of code and tables."""
+    fenced = False
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and not line.lstrip().startswith(("|", "```", "![")):
+            yield number, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_lines_are_of_120_columns(page):
+    if page.name == "tour.md" or page.parent.name == "measured":  # written by programs
+        return
+    wide = [number for number, line in prose(page) if len(line) > 120 and " " in line[100:]]
+    assert not wide, wide
+
+
 def test_the_readmes_example_runs():
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     exec(compile(block, "README.md", "exec"), {})
