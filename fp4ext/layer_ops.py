@@ -17,7 +17,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from . import fakes, ops
@@ -47,6 +47,9 @@ def forward(
         y [T, N]; RNG states int64 [3, 2] of fprop, dgrad and wgrad (empty where nothing is random); codes, block scales
         and outer scale of what the backward keeps of x, then of w.
     """
+    if _nobody_watches(x, w):
+        states = ops.draw_states(x, 3) if recipe.needs_rng else _no_states(x)
+        return _layer(x, w, bias, offsets, recipe, keep_x, keep_w, states)
     op = torch.ops.fp4ext.layer_random if recipe.needs_rng else torch.ops.fp4ext.layer
     return op(x, w, bias, offsets, recipe.key, keep_x, keep_w)
 
@@ -67,8 +70,20 @@ def backward(
 
     x, w: the three tensors that `forward` gave for each, or the plain tensor alone where it keeps that.
     """
-    dx, dw = torch.ops.fp4ext.layer_backward(dy, states, x, w, offsets, recipe.key, k, *dtypes, need_dx, need_dw)
+    arguments = dy, states, x, w, offsets
+    if _nobody_watches(dy, states):
+        dx, dw = _backward(*arguments, recipe, k, *dtypes, need_dx, need_dw)
+    else:
+        dx, dw = torch.ops.fp4ext.layer_backward(*arguments, recipe.key, k, *dtypes, need_dx, need_dw)
     return dx if need_dx else None, dw if need_dw else None
+
+
+def _nobody_watches(*tensors: Tensor) -> bool:
+    """Whether no compiler, mode (fake tensors, FLOP counters) or tensor subclass has to see an op. The function behind
+    the op is then called itself: an op in Python costs about 0.1 ms per call, which a small layer would notice."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return all(type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
 def by_autocast(x: Tensor) -> Tensor:
@@ -99,12 +114,15 @@ def _layer(x, w, bias, offsets, recipe: Recipe, keep_x: bool, keep_w: bool, stat
     return _product(xq, wq, bias, offsets, x.dtype), states, *_parts(x_kept, x), *_parts(w_kept, w)
 
 
+def _no_states(x: Tensor) -> Tensor:
+    return x.new_empty((0, 2), dtype=torch.int64)
+
+
 @torch.library.custom_op("fp4ext::layer", mutates_args=())
 def _layer_op(
     x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor | None, recipe: str, keep_x: bool, keep_w: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    states = x.new_empty((0, 2), dtype=torch.int64)
-    return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, states)
+    return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, _no_states(x))
 
 
 @ops.random_op("layer_random", states=STATES)
@@ -153,7 +171,12 @@ def _layer_backward_op(
     need_dx: bool,
     need_dw: bool,
 ) -> tuple[Tensor, Tensor]:
-    r = Recipe.parse(recipe)
+    return _backward(dy, states, x, w, offsets, Recipe.parse(recipe), k, x_dtype, w_dtype, need_dx, need_dw)
+
+
+def _backward(
+    dy, states, x, w, offsets, r: Recipe, k: int, x_dtype, w_dtype, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor]:
     _, rng_dgrad, rng_wgrad = _streams(states)
     (tokens, n), experts = dy.shape, [] if offsets is None else [offsets.shape[0]]
     dx, dw = dy.new_empty(0, dtype=x_dtype), dy.new_empty(0, dtype=w_dtype)
