@@ -12,7 +12,10 @@
 | mxfp8_backward | sweep | MXFP8, of ŵᵀ | MXFP8, of x̂ᵀ |
 
 In every 4-bit backward E[dx] = dy·ŵ, the derivative of the function that the forward computed: dgrad reads ŵ, or 2-D
-blocks that are the same in both directions (tests/test_unbiased_products.py). MXFP8's backward rounds to nearest.
+blocks that are the same in both directions (tests/test_unbiased_products.py). E[dw] = dyᵀ·x̂ where wgrad reads the
+forward's copy. nvidia and four_over_six quantize x anew, so their dw averages to about dyᵀ·x, which is not the
+derivative of their forward (7.7e-3 to 9.1e-3 of its energy apart), with a floor of about 3e-5: x is rounded to nearest
+under the RHT. MXFP8's backward rounds to nearest.
 
 Where these differ from their authors' code:
 
