@@ -15,7 +15,7 @@ A module is left, for the first reason that holds, where
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor, dtype, float16, float32, nn
@@ -70,10 +70,7 @@ def decide(model: nn.Module, policy: Policy, filter: Filter | None = None) -> De
             able.append(name)
         else:
             left[name] = why
-    last = set(names.in_last_blocks(able, policy.keep_last))
-    for name in last:
-        left[name] = f"in the last {policy.keep_last:.0%} of blocks, which the policy keeps in BF16"
-    return Decision(policy, [n for n in able if n not in last], {n: left[n] for n in modules if n in left})
+    return _but_for_the_last(policy, able, left, modules)
 
 
 def by_names_alone(modules: list[str], policy: Policy) -> Decision:
@@ -82,11 +79,15 @@ def by_names_alone(modules: list[str], policy: Policy) -> Decision:
     It leaves what `decide` leaves by name, and where modules are missing that a class would show, no more than that.
     """
     left = {name: why for name in modules if (why := _unwanted(name, (), policy) or _adapter(name))}
-    able = [name for name in modules if name not in left]
-    last = set(names.in_last_blocks(able, policy.keep_last))
-    for name in last:
-        left[name] = f"in the last {policy.keep_last:.0%} of blocks, which the policy keeps in BF16"
-    return Decision(policy, [name for name in able if name not in last], left)
+    return _but_for_the_last(policy, [name for name in modules if name not in left], left, modules)
+
+
+def _but_for_the_last(policy: Policy, able: list[str], left: dict[str, str], order: Iterable[str]) -> Decision:
+    """The decision once the last blocks are left too. order: the names of all modules in the model's order."""
+    last = names.in_last_blocks(able, policy.keep_last)
+    why = f"in the last {policy.keep_last:.0%} of blocks, which the policy keeps in BF16"
+    left = left | dict.fromkeys(last, why)
+    return Decision(policy, [name for name in able if name not in left], {n: left[n] for n in order if n in left})
 
 
 def _unwanted(name: str, aliases: tuple[str, ...], policy: Policy) -> str | None:

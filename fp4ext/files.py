@@ -35,11 +35,11 @@ def parse_json(data: bytes | str):
     """
 
     def once(pairs):
-        seen: dict = {}
-        for name, value in pairs:
-            if name in seen:
-                raise ValueError(f"{name[:80]!r} is there twice")
-            seen[name] = value
+        seen = dict(pairs)
+        if len(seen) != len(pairs):
+            before: set[str] = set()
+            twice = next(name for name, _ in pairs if name in before or before.add(name))
+            raise ValueError(f"{twice[:80]!r} is there twice")
         return seen
 
     def constant(text):
@@ -49,4 +49,4 @@ def parse_json(data: bytes | str):
         text = data.decode() if isinstance(data, bytes) else data
         return json.loads(text, object_pairs_hook=once, parse_constant=constant)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("JSON nested too deep") from None

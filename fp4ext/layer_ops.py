@@ -102,16 +102,16 @@ def keeps_plain(recipe: Recipe) -> tuple[bool, bool]:
 def _kept(recipe: Recipe, role: str) -> tuple[Spec | None, int]:
     """How the backward's copy of x or w is quantized, and along which axis: the forward's own row-wise copy where the
     backward GEMM is plain or works from it, else a column-wise one."""
-    row, gemm = (recipe.fprop.x, recipe.wgrad) if role == "x" else (recipe.fprop.w, recipe.dgrad)
-    col = gemm.x if role == "x" else gemm.w
-    return (row, -1) if col is None or gemm.from_fprop else (col, -2)
+    row, later = (recipe.fprop.x, recipe.wgrad) if role == "x" else (recipe.fprop.w, recipe.dgrad)
+    col = later.x if role == "x" else later.w
+    return (row, -1) if col is None or later.from_fprop else (col, -2)
 
 
 def _layer(x, w, bias, offsets, recipe: Recipe, keep_x: bool, keep_w: bool, states: Tensor) -> Forward:
     fprop, dgrad, wgrad = _streams(states)
     xq, x_kept = _forward_operand(x, recipe.fprop.x, _kept(recipe, "x"), keep_x, "x", offsets, fprop, wgrad)
     wq, w_kept = _forward_operand(w, recipe.fprop.w, _kept(recipe, "w"), keep_w, "w", offsets, fprop, dgrad)
-    return _product(xq, wq, bias, offsets, x.dtype), states, *_parts(x_kept, x), *_parts(w_kept, w)
+    return product(xq, wq, bias, offsets, x.dtype), states, *_parts(x_kept, x), *_parts(w_kept, w)
 
 
 def _no_states(x: Tensor) -> Tensor:
@@ -184,11 +184,11 @@ def _backward(
         dy, r.dgrad.dy if need_dx else None, r.wgrad.dy if need_dw else None, "dy", offsets, rng_dgrad, rng_wgrad
     )
     if need_dx:
-        kept = _operand(w, _kept(r, "w"), [*experts, n, k], None, x_dtype)
+        kept = _rebuilt(w, _kept(r, "w"), [*experts, n, k], None, x_dtype)
         wt = _backward_operand(kept, r.dgrad.w, r.dgrad.from_fprop, "w", offsets, rng_dgrad, x_dtype)
         dx = _gradient(dy_row, wt, kept, offsets, x_dtype)
     if need_dw:
-        kept = _operand(x, _kept(r, "x"), [tokens, k], offsets, x_dtype)
+        kept = _rebuilt(x, _kept(r, "x"), [tokens, k], offsets, x_dtype)
         xt = _backward_operand(kept, r.wgrad.x, r.wgrad.from_fprop, "x", offsets, rng_wgrad, x_dtype)
         dw = _gradient(dy_col, xt, kept, offsets, torch.float32).to(w_dtype)
     return dx, dw
@@ -216,9 +216,7 @@ def _streams(states: Tensor) -> tuple[Tensor | None, ...]:
     return states.unbind() if states.shape[0] else (None, None, None)
 
 
-def _quantize(
-    t: Operand, spec: Spec | None, role: str, axis: int, offsets: Tensor | None, rng: Tensor | None
-) -> Operand:
+def operand(t: Operand, spec: Spec | None, role: str, axis: int, offsets: Tensor | None, rng: Tensor | None) -> Operand:
     """t, or its transpose, quantized where there is a spec. Stacks of weights are not cut by offsets."""
     if spec is None:
         return t if axis == -1 else t.mT
@@ -234,7 +232,7 @@ def _both_ways(
     if row and col and offsets is None:
         out = ops.quantize_rowcol(t, row.key, col.key, rng_row, rng_col, ops.ROLES[role])
         return wrap(t, row, -1, *out[:3]), wrap(t, col, -2, *out[3:])
-    return _quantize(t, row, role, -1, offsets, rng_row), _quantize(t, col, role, -2, offsets, rng_col)
+    return operand(t, row, role, -1, offsets, rng_row), operand(t, col, role, -2, offsets, rng_col)
 
 
 def _forward_operand(
@@ -244,7 +242,7 @@ def _forward_operand(
     spec, axis = kept
     if keep and axis == -2:
         return _both_ways(t, row, spec, role, offsets, rng_row, rng_col)
-    q = _quantize(t, row, role, -1, offsets, rng_row)
+    q = operand(t, row, role, -1, offsets, rng_row)
     return q, q if keep else None
 
 
@@ -254,10 +252,10 @@ def _backward_operand(
     """The transposed operand of a backward GEMM from what the forward kept; plain ones in `dtype`."""
     if spec is None:
         return (kept if isinstance(kept, Tensor) else kept.dequantize(dtype)).mT
-    return _quantize(kept, spec, role, -2, offsets, rng) if from_fprop else kept
+    return operand(kept, spec, role, -2, offsets, rng) if from_fprop else kept
 
 
-def _product(
+def product(
     a: Operand, b: Operand, bias: Tensor | None, offsets: Tensor | None, dtype: torch.dtype, own: bool = False
 ) -> Tensor:
     """a·bᵀ + bias, in `dtype`. A plain b (master weights, say) takes the dtype of a; two plain operands of a dense
@@ -276,7 +274,7 @@ def _gradient(a: Operand, b: Operand, kept: Operand, offsets: Tensor | None, dty
     """a·bᵀ of a backward, b made of what the forward kept. Where b is a dequantized operand and a plain, this is the
     BF16 backward of a 4-bit forward; on a CPU fp4ext's own product, for torch's is slow without BF16 instructions."""
     own = not isinstance(kept, Tensor) and a.device.type == "cpu"
-    return _product(a, b, None, offsets, dtype, own)
+    return product(a, b, None, offsets, dtype, own)
 
 
 def _parts(kept: Operand | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,7 +286,7 @@ def _parts(kept: Operand | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return kept.codes.view(torch.uint8), kept.scales.view(torch.uint8), outer
 
 
-def _operand(
+def _rebuilt(
     parts: list[Tensor], kept: tuple[Spec | None, int], shape: list[int], offsets: Tensor | None, dtype: torch.dtype
 ) -> Operand:
     """The inverse of _parts: what the forward kept, of the logical `shape` before a transpose."""

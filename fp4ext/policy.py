@@ -129,7 +129,7 @@ class Policy:
         reasons = {what: recipe.row_variant() for what, recipe in found.items()}
         return {what: why for what, why in reasons.items() if why}
 
-    def warn_of_row_variance(self) -> list[str]:
+    def row_variance_warnings(self) -> list[str]:
         """A sentence for each entry of row_variant."""
         return [
             f"policy {self.name}, {what}: {why}, so a row's result depends on its batch, and sampler and trainer agree "

@@ -13,16 +13,14 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from . import policies
+from . import layer_ops, policies
 from .activation import swiglu
 from .autograd import first_derivative
 from .formats import Format
-from .gemm import gemm
-from .grouped import grouped_gemm, grouped_quantize
-from .layer_ops import by_autocast
+from .grouped import grouped_quantize
 from .policy import Policy
 from .qtensor import QTensor
-from .quantize import check_input, quantize
+from .quantize import check_input
 from .spec import Spec
 from .stacked import Stacked, mixed, names_of_stacks, plain_class, stack_of
 
@@ -75,7 +73,7 @@ class QuantizedLinear(nn.Module):
         return [self.weight]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = by_autocast(x)
+        x = layer_ops.by_autocast(x)
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         y = _product(rows, self.x, self.weight, self.bias, None)
         return y.view(*x.shape[:-1], self.out_features)
@@ -138,7 +136,7 @@ class QuantizedExperts(nn.Module):
         return [self.gate_up_proj, self.down_proj]
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        x = by_autocast(x)
+        x = layer_ops.by_autocast(x)
         h = swiglu(_product(x, self.x, self.gate_up_proj, None, offsets))
         return _product(h, self.x, self.down_proj, None, offsets)
 
@@ -186,7 +184,7 @@ class QuantizedStacked(Stacked):
         return [self.held(name) for name in self.stacks]
 
     def product(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
-        return _product(by_autocast(x), self.x, self.held(name), None, offsets)
+        return _product(layer_ops.by_autocast(x), self.x, self.held(name), None, offsets)
 
     def extra_repr(self) -> str:
         bits = 8 * sum(w.nbytes for w in self.weights) / sum(w.shape.numel() for w in self.weights)
@@ -198,14 +196,8 @@ def _product(x: Tensor, spec: Spec | None, w: QTensor, bias: Tensor | None, offs
     check_input("x", x)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _Product.apply(x, spec, w, bias, offsets)
-    operand = x if spec is None else quantize(x, spec) if offsets is None else grouped_quantize(x, spec, offsets)
-    return _multiply(operand, w, bias, offsets, x.dtype)
-
-
-def _multiply(x: QTensor | Tensor, w: QTensor | Tensor, bias, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
-    out = torch.float32 if dtype == torch.float16 else dtype
-    y = gemm(x, w, bias, out) if offsets is None else grouped_gemm(x, w, offsets, out)
-    return y.to(dtype)
+    rounded = layer_ops.operand(x, spec, "x", -1, offsets, None)
+    return layer_ops.product(rounded, w, bias, offsets, x.dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -224,7 +216,7 @@ class _Product(torch.autograd.Function):
         dx = db = None
         if ctx.needs_input_grad[0]:
             w = QTensor(codes, scales, *(outer or [None]), *ctx.w).dequantize(x_dtype)
-            dx = _multiply(dy.to(x_dtype).contiguous(), w.mT, None, offsets, x_dtype)
+            dx = layer_ops.product(dy.to(x_dtype).contiguous(), w.mT, None, offsets, x_dtype, own=True)
         if ctx.needs_input_grad[3]:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, None, None, db, None

@@ -7,8 +7,9 @@
 
 namespace fp4ext::cpu {
 
-// While it lives, this thread computes as the law says: to nearest even, subnormals kept, nothing trapped, whatever torch.set_flush_denormal
-// or fesetround left behind. Each thread has an environment of its own, so that each share of an op's work needs one.
+// While it lives, this thread computes as docs/numerics.md says: it rounds to nearest even, keeps subnormals and traps
+// nothing, whatever torch.set_flush_denormal or fesetround left behind. Each thread has an environment of its own, so
+// each share of an op's work needs one.
 class Arithmetic {
  public:
 #if defined(__SSE2__)

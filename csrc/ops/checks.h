@@ -136,8 +136,8 @@ inline void check_length(const char* name, int64_t n) {
 inline int block_of(FormatId f) { return f == FormatId::nvfp4 ? 16 : 32; }
 inline int codes_per_byte(FormatId f) { return f == FormatId::nvfp4 || f == FormatId::mxfp4 ? 2 : 1; }
 
-// torch's own threads, each in the law's arithmetic. What a share throws is thrown here: an exception that crosses torch's stable
-// ABI loses its text.
+// torch's own threads, each in the arithmetic of docs/numerics.md. What a share throws is thrown again here: an exception
+// that crosses torch's stable ABI loses its text.
 inline const cpu::Parallel& torch_threads() {
   static const cpu::Parallel parallel = [](int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& f) {
     std::exception_ptr thrown;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..layer_ops import by_autocast
 from .fp8 import Fp8
 
 
@@ -47,8 +48,7 @@ class Fp8Linear(nn.Module):
         return Fp8(**parts, block=self.block, dtype=self.weight_dtype, names=self.names)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = by_autocast(x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.dequantize(x.dtype), bias)
 

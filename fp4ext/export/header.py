@@ -10,7 +10,6 @@ the file names. The data itself is then read by the safetensors library.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from .. import files
 from .errors import Refused
 
 MAX_HEADER = 100_000_000  # bytes; the library's own limit
@@ -104,27 +104,13 @@ def read_header(path: Path) -> Header:
 
 
 def parse_json(data: bytes, path: Path):
-    """JSON from a stranger: no duplicate names, no depth that overflows, no NaN.
+    """files.parse_json of what a stranger's file holds.
 
     Raises:
         Refused: what is wrong, and in which file.
     """
-
-    def once(pairs):
-        seen = dict(pairs)
-        if len(seen) != len(pairs):
-            before: set[str] = set()
-            twice = next(name for name, _ in pairs if name in before or before.add(name))
-            raise ValueError(f"{_short(twice)} is there twice")
-        return seen
-
-    def constant(text):
-        raise ValueError(f"{text} is no JSON number")
-
     try:
-        return json.loads(data.decode(), object_pairs_hook=once, parse_constant=constant)
-    except RecursionError:
-        raise Refused(f"{path}: JSON nested too deep; accepted: a JSON object") from None
+        return files.parse_json(data)
     except ValueError as error:
         raise Refused(f"{path}: not valid JSON ({error}); accepted: a JSON object") from None
 

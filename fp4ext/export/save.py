@@ -142,7 +142,7 @@ def save(
         with Bar(report.was, progress) as bar, Writer(folder, shard, overwrite) as writer:
             job.run(writer, bar)
     if chosen.policy is not None and plan.specs:
-        report.warnings += chosen.policy.warn_of_row_variance()
+        report.warnings += chosen.policy.row_variance_warnings()
     for warning in report.warnings:
         warnings.warn(warning, stacklevel=2)
     return report

@@ -57,7 +57,7 @@ def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = Tr
     show, out = show or Silent(), Path(out)
     begin = Start.read(config.source, config.policy) if config.source else None
     config = _with_task(config, begin)
-    for sentence in config.chosen.warn_of_row_variance():
+    for sentence in config.chosen.row_variance_warnings():
         warnings.warn(sentence, stacklevel=2)
     settings = {
         "run": config.as_dict(),
