@@ -90,7 +90,7 @@ test-cuda-build: .venv-cuda/.packages  ## build FP4EXT_CUDA=ON against a CUDA bu
 	$(MAKE) test-cuda-built GPU_PYTHON=$(abspath .venv-cuda/bin/python) GPU_DEVICES=90
 .PHONY: test-cuda-built
 test-cuda-built: build/cuda/package
-	$(IN_PACKAGE) import fp4ext; [print(name, "-", what) for name, what in fp4ext.backends().items()]; assert fp4ext._C.cuda_rooms and "not built" not in str(fp4ext.backends())'
+	$(IN_PACKAGE) import fp4ext; [print(name, "-", what) for name, what in fp4ext.backends().items()]; assert fp4ext._C.cuda_kernel_sets and "not built" not in str(fp4ext.backends())'
 	$(IN_PACKAGE) $(PYTEST)' -m "not slow" tests/ops tests/test_ops.py tests/test_backends.py tests/test_cublas.py tests/test_gemm.py tests/test_quantize.py
 
 # Where a GPU is: GPU_PYTHON has a CUDA build of torch, and pybind11, cmake, ninja, pytest, hypothesis.
@@ -110,7 +110,7 @@ build/cuda/package:
 
 SANITIZE = compute-sanitizer --error-exitcode 1
 test-gpu: build/cuda/package  ## on a machine with a GPU: bytes, bounds, invariance, graphs, repeats; compute-sanitizer where it works
-	$(IN_PACKAGE) import torch, fp4ext; assert torch.cuda.is_available() and fp4ext._C.cuda_rooms, fp4ext.backends()'
+	$(IN_PACKAGE) import torch, fp4ext; assert torch.cuda.is_available() and fp4ext._C.cuda_kernel_sets, fp4ext.backends()'
 	$(IN_PACKAGE) $(PYTEST)' tests/gpu
 	if $(SANITIZE) $(GPU_PYTHON) -c 'import torch; torch.zeros(1, device="cuda")' > /dev/null 2>&1; then \
 	  $(SANITIZE) $(IN_PACKAGE) $(PYTEST)' tests/gpu -k sanitized; \

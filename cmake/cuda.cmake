@@ -23,5 +23,5 @@ else()
   endif()
 endif()
 if(FP4EXT_CUDA_MODE MATCHES "ON|KERNELS")
-  include(cmake/kernels.cmake)  # -> target fp4ext_kernels, FP4EXT_BUILT_ROOMS
+  include(cmake/kernels.cmake)  # -> target fp4ext_kernels, FP4EXT_BUILT_KERNEL_SETS
 endif()

@@ -1,5 +1,5 @@
 build_note: str
-cuda_rooms: bool
+cuda_kernel_sets: bool
 
 def isa() -> str: ...
 def isas() -> list[str]: ...

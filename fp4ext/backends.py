@@ -19,8 +19,8 @@ def backends() -> dict[str, str]:
     """
     runs, threads = ", ".join(_C.isas()), torch.get_num_threads()
     report = {"cpu": f"available: {_C.isa()} in use, this CPU runs {runs}, {threads} threads"}
-    if not _C.cuda_rooms or not torch.cuda.is_available():
-        why = "built, but torch finds no CUDA device" if _C.cuda_rooms else f"not built: {_C.build_note}"
+    if not _C.cuda_kernel_sets or not torch.cuda.is_available():
+        why = "built, but torch finds no CUDA device" if _C.cuda_kernel_sets else f"not built: {_C.build_note}"
         return report | dict.fromkeys(("emulated", "fast", "cublas", "native"), why)
     device = torch.cuda.current_device()
     report["emulated"] = _C.emulated_status(device)

@@ -117,18 +117,18 @@ def sources(*folders):
     return files
 
 
-@pytest.mark.parametrize("folder", ["numerics", "kernels", "cpu"])
+@pytest.mark.parametrize("folder", ["numerics", "cuda", "cpu"])
 def test_no_torch_below_the_ops(folder):
     for path in sources(folder):
         assert not re.search(r"\btorch\b|\bATen\b|\bc10\b", code_of(path)), path
 
 
 def test_numerics_stand_alone():
-    """They include each other and the standard library; kernels and cpu include them, never ops."""
+    """They include each other and the standard library; cuda and cpu include them, never ops."""
     for path in sources("numerics"):
         for include in re.findall(r'#include "([^"]+)"', path.read_text()):
             assert (path.parent / include).resolve().parent == CSRC.resolve() / "numerics", (path, include)
-    for path in sources("kernels", "cpu"):
+    for path in sources("cuda", "cpu"):
         for include in re.findall(r'#include "([^"]+)"', path.read_text()):
             assert "ops/" not in include, (path, include)
 
@@ -137,7 +137,7 @@ def test_the_device_is_named_in_two_places():
     for path in sources("."):
         inside = path.relative_to(CSRC).as_posix()
         code = code_of(path)
-        if inside != "numerics/host_device.h" and not inside.startswith("kernels/ptx/"):
+        if inside != "numerics/host_device.h" and not inside.startswith("cuda/ptx/"):
             assert "__CUDA_ARCH__" not in code, path
             # csrc/cpu may hold the compiler to an order of its own, with no instruction in it.
             code = code.replace('asm("" :', "") if inside.startswith("cpu/") else code
@@ -145,8 +145,8 @@ def test_the_device_is_named_in_two_places():
 
 
 def test_a_kernel_is_one_text_for_every_compiler():
-    """What differs between nvcc and the SIMT machine stands in kernels/ptx/, instruction by instruction."""
-    for path in sources("kernels"):
+    """What differs between nvcc and the SIMT machine stands in cuda/ptx/, instruction by instruction."""
+    for path in sources("cuda"):
         if path.parent.name != "ptx":
             assert not re.search(r"^\s*#\s*(if|ifdef|ifndef)\b", code_of(path), re.M), path
 

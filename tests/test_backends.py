@@ -27,7 +27,7 @@ def test_the_cpu_is_always_available():
 
 
 def test_what_was_not_built_says_why():
-    if not _C.cuda_rooms:
+    if not _C.cuda_kernel_sets:
         assert fp4ext.backends()["native"] == f"not built: {_C.build_note}" and len(_C.build_note) > 10
 
 

@@ -30,27 +30,27 @@ PAIRS = {
 
 # For each source, the architectures, and for each of its kernels the instructions and the most registers.
 KERNELS = {
-    "any/quantize.cu": (PLAIN, {"amax_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "SHFL": 1}, 128)}),
-    "any/quantize_nvfp4.cu": (PLAIN, {"quantize_blocks_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "STG.E.64": 1}, 128)}),
-    "any/quantize_nvfp4_random.cu": (
+    "generic/quantize.cu": (PLAIN, {"amax_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "SHFL": 1}, 128)}),
+    "generic/quantize_nvfp4.cu": (PLAIN, {"quantize_blocks_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "STG.E.64": 1}, 128)}),
+    "generic/quantize_nvfp4_random.cu": (
         PLAIN,
         {"quantize_blocks_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "STG.E.64": 1}, 128)},
     ),
-    "any/quantize_mx.cu": (PLAIN, {"quantize_blocks_kernel": ({"LDG.E.128": 4, "LDS.128": 4, "STG.E.128": 1}, 255)}),
-    "any/quantize_16x16.cu": (
+    "generic/quantize_mx.cu": (PLAIN, {"quantize_blocks_kernel": ({"LDG.E.128": 4, "LDS.128": 4, "STG.E.128": 1}, 255)}),
+    "generic/quantize_16x16.cu": (
         PLAIN,
         {"quantize_16x16_kernel": ({"LDG.E.128": 1, "LDS.128": 2, "STG.E.64": 2, "SHFL": 1}, 255)},
     ),
-    "any/gemm_finish.cu": (PLAIN, {"gemm_finish_kernel": ({"LDG.E": 4, "STG.E": 8}, 64)}),
-    "any/gemm_lanes.cu": (
+    "generic/gemm_finish.cu": (PLAIN, {"gemm_finish_kernel": ({"LDG.E": 4, "STG.E": 8}, 64)}),
+    "generic/gemm_lanes.cu": (
         PLAIN,
         {
             "gemm_lanes_kernel.*ShapeILi4E": ({"FFMA": 192, "LDS.64": 16, "LDG.E.128": 2, "SHFL": 60}, 128),
             "gemm_lanes_kernel.*ShapeILi1E": ({"FFMA": 96, "LDS.64": 12, "LDG.E.128": 2, "SHFL": 30}, 128),
         },
     ),
-    "any/dequantize.cu": (PLAIN, {"dequantize_kernel": ({"STG.E.128": 2}, 128)}),
-    "any/attention.cu": (
+    "generic/dequantize.cu": (PLAIN, {"dequantize_kernel": ({"STG.E.128": 2}, 128)}),
+    "generic/attention.cu": (
         PLAIN,
         {
             "scores_kernelILi64E": ({"FFMA": 16, "LDS.128": 1, "RED": 1}, 128),
@@ -103,8 +103,8 @@ def binaries() -> str | None:
 @cache
 def disassembled(source: str, tmp: Path) -> dict[str, dict[str, list[str]]]:
     """Architecture → mangled name of a kernel → its lines of SASS."""
-    room = source.split("/")[0]
-    objects = list(OBJECTS.glob(f"kernels_{room}.dir/csrc/kernels/{source}.o"))
+    kernel_set = source.split("/")[0]
+    objects = list(OBJECTS.glob(f"kernels_{kernel_set}.dir/csrc/cuda/{source}.o"))
     assert objects, f"{source} was not built"
     env = os.environ | {"PATH": f"{binaries()}:{os.environ['PATH']}"}
     subprocess.run(["cuobjdump", "-xelf", "all", str(objects[0])], cwd=tmp, env=env, check=True, capture_output=True)
@@ -160,7 +160,7 @@ def test_instructions_registers_and_spills(sass, source):
 
 def test_every_kernel_is_looked_at():
     """A new source names here what must be in it."""
-    on_disk = {str(path.relative_to(ROOT / "csrc/kernels")) for path in (ROOT / "csrc/kernels").rglob("*.cu")}
+    on_disk = {str(path.relative_to(ROOT / "csrc/cuda")) for path in (ROOT / "csrc/cuda").rglob("*.cu")}
     assert on_disk == set(KERNELS)
 
 
@@ -169,6 +169,6 @@ def test_nothing_is_contracted(sass):
 
     ptxas writes a division as FFMAs after an MUFU.RCP; a kernel with neither division nor fma has none: dequantize.
     """
-    for arch, functions in sass("any/dequantize.cu").items():
+    for arch, functions in sass("generic/dequantize.cu").items():
         for name, lines in functions.items():
             assert not [line for line in lines if "FFMA" in line], f"sm_{arch} {name}"

@@ -5,7 +5,7 @@
 
 namespace fp4ext {
 
-// What attention asks of its arguments on every device. Args: cpu::AttentionArgs or kernels::AttentionArgs, of which everything is set but
+// What attention asks of its arguments on every device. Args: cpu::AttentionArgs or cuda::AttentionArgs, of which everything is set but
 // the dtypes, y and start.
 template <class Args>
 struct Heads {

@@ -1,4 +1,4 @@
-#include "../kernels/attention.h"
+#include "../cuda/attention.h"
 
 #include "attention.h"
 #include "cuda.h"
@@ -10,9 +10,9 @@ namespace {
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> start, double scale) {
   check_same_device("k", k, q);
   check_same_device("v", v, q);
-  const kernels::Dtype q_dtype = cuda_dtype("q", q), kv_dtype = cuda_dtype("k", k);
-  Heads<kernels::AttentionArgs> heads(q, k, v, scale);
-  kernels::AttentionArgs& args = heads.args;
+  const cuda::Dtype q_dtype = cuda_dtype("q", q), kv_dtype = cuda_dtype("k", k);
+  Heads<cuda::AttentionArgs> heads(q, k, v, scale);
+  cuda::AttentionArgs& args = heads.args;
   args.q_dtype = q_dtype, args.kv_dtype = kv_dtype;
   STD_TORCH_CHECK(args.batch == 0 || args.t >= args.m, "k has ", args.t, " rows and q ", args.m, "; accepted: at least as many");
   std::optional<Tensor> first;
@@ -25,8 +25,8 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optiona
   Tensor y = torch::stable::new_empty(q, sizes_of(q));
   args.y = y.data_ptr();
   const OnDevice device(q);
-  const Tensor workspace = torch::stable::new_empty(q, {kernels::attention_workspace(args)}, ScalarType::Byte);
-  check_launch("attention", kernels::attention(args, workspace.data_ptr(), device.stream()));
+  const Tensor workspace = torch::stable::new_empty(q, {cuda::attention_workspace(args)}, ScalarType::Byte);
+  check_launch("attention", cuda::attention(args, workspace.data_ptr(), device.stream()));
   return y;
 }
 

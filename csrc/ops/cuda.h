@@ -5,7 +5,7 @@
 #include <torch/csrc/stable/accelerator.h>
 #endif
 
-#include "../kernels/quantize.h"
+#include "../cuda/quantize.h"
 #include "../numerics/layout.h"
 #include "checks.h"
 #include "parse.h"
@@ -68,11 +68,11 @@ inline void check_offsets_on_device(const Tensor& offsets, const Tensor& x) {
                   "; accepted: [E], the ends of the rows of at least 1 expert");
 }
 
-inline kernels::Dtype cuda_dtype(const char* name, const Tensor& t) {
+inline cuda::Dtype cuda_dtype(const char* name, const Tensor& t) {
   switch (check_float(name, t)) {
-    case cpu::Dtype::bf16: return kernels::Dtype::bf16;
-    case cpu::Dtype::fp16: return kernels::Dtype::fp16;
-    default: return kernels::Dtype::fp32;
+    case cpu::Dtype::bf16: return cuda::Dtype::bf16;
+    case cpu::Dtype::fp16: return cuda::Dtype::fp16;
+    default: return cuda::Dtype::fp32;
   }
 }
 

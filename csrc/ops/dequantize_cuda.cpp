@@ -9,7 +9,7 @@ Tensor dequantize(const Tensor& codes, const Tensor& scales, const Tensor& globa
   Tensor out = torch::stable::new_empty(codes, in.sizes, parse_dtype("out_dtype", out_dtype));
   const OnDevice device(codes);
   check_launch("dequantize",
-               kernels::dequantize(stored_for_kernels(in), in.args.rows, k, cuda_dtype("out", out), out.data_ptr(), device.stream()));
+               cuda::dequantize(stored_for_kernels(in), in.args.rows, k, cuda_dtype("out", out), out.data_ptr(), device.stream()));
   return out;
 }
 
@@ -18,7 +18,7 @@ Tensor swizzle(const Tensor& scales, std::optional<Tensor> offsets) {
   Sizes sizes = sizes_of(scales);
   const size_t dim = sizes.size();
   const int64_t columns = sizes[dim - 1];
-  kernels::ScaleRows rows{product(sizes, 0, dim - 2), sizes[dim - 2], nullptr, 0};
+  cuda::ScaleRows rows{product(sizes, 0, dim - 2), sizes[dim - 2], nullptr, 0};
   if (offsets) {
     check_offsets_on_device(*offsets, scales);
     offsets = torch::stable::contiguous(*offsets);
@@ -31,8 +31,8 @@ Tensor swizzle(const Tensor& scales, std::optional<Tensor> offsets) {
   const Tensor in = torch::stable::contiguous(scales);
   Tensor out = torch::stable::new_empty(scales, sizes, ScalarType::Byte);
   const OnDevice device(scales);
-  check_launch("swizzle", kernels::swizzle(static_cast<const uint8_t*>(in.data_ptr()), rows, columns, static_cast<uint8_t*>(out.data_ptr()),
-                                           device.stream()));
+  check_launch("swizzle", cuda::swizzle(static_cast<const uint8_t*>(in.data_ptr()), rows, columns, static_cast<uint8_t*>(out.data_ptr()),
+                                        device.stream()));
   return out;
 }
 
@@ -50,8 +50,8 @@ Tensor unswizzle(const Tensor& swizzled, int64_t rows, int64_t columns) {
   const Tensor in = torch::stable::contiguous(swizzled);
   Tensor out = torch::stable::new_empty(swizzled, sizes, ScalarType::Byte);
   const OnDevice device(swizzled);
-  check_launch("unswizzle", kernels::unswizzle(static_cast<const uint8_t*>(in.data_ptr()), stack, rows, columns,
-                                               static_cast<uint8_t*>(out.data_ptr()), device.stream()));
+  check_launch("unswizzle", cuda::unswizzle(static_cast<const uint8_t*>(in.data_ptr()), stack, rows, columns,
+                                            static_cast<uint8_t*>(out.data_ptr()), device.stream()));
   return out;
 }
 

@@ -9,7 +9,7 @@
 namespace fp4ext {
 namespace {
 
-using kernels::Gemm;
+using cuda::Gemm;
 
 int capability(int device) {
   int major = 0, minor = 0;
@@ -25,8 +25,8 @@ struct Kernels {
 
 // The table: a row for each native kernel.
 Kernels native_kernels(int sm) {
-  if (sm == 100 || sm == 103) return {kernels::gemm_sm100, kernels::gemm_sm100_pairs};
-  if (sm == 120 || sm == 121) return {kernels::gemm_sm120, nullptr};
+  if (sm == 100 || sm == 103) return {cuda::gemm_sm100, cuda::gemm_sm100_pairs};
+  if (sm == 120 || sm == 121) return {cuda::gemm_sm120, nullptr};
   return {nullptr, nullptr};
 }
 
@@ -47,10 +47,10 @@ std::string refuse(const char* what, const std::string& why, const char* instead
 // Pairs are for products of many rows, so that which kernel runs hangs on M; their bits must not.
 void test_pairs(Native& native, int device) {
   const std::string on_device = " on device " + std::to_string(device) + ": ";
-  std::string why = kernels::self_test(native.pairs);
+  std::string why = cuda::self_test(native.pairs);
   if (!why.empty())
     why = "they failed their self-test" + on_device + why;
-  else if (why = kernels::same_bits(native.pairs, native.gemm); !why.empty())
+  else if (why = cuda::same_bits(native.pairs, native.gemm); !why.empty())
     why = "they do not give a single block's bits" + on_device + why;
   else
     return;
@@ -74,7 +74,7 @@ const Native& native_on(int device) {
     STD_TORCH_CHECK(!is_recording(),
                     "the first product on a device tests its kernels, which a CUDA graph cannot record; "
                     "multiply once, or call fp4ext.backends(), before recording");
-    const std::string failure = kernels::self_test(native.gemm);
+    const std::string failure = cuda::self_test(native.gemm);
     if (!failure.empty()) {
       native.gemm = native.pairs = nullptr;
       native.why_not = refuse("the native GEMM is", "it failed its self-test on device " + std::to_string(device) + ": " + failure,
@@ -88,7 +88,7 @@ const Native& native_on(int device) {
 
 }  // namespace
 
-Route choose_gemm(const kernels::GemmArgs& args, bool invariant, const std::string& backend, int device) {
+Route choose_gemm(const cuda::GemmArgs& args, bool invariant, const std::string& backend, int device) {
   enum Wanted { any, emulated, fast, native_only };
   static constexpr Choice<Wanted> kBackends[] = {{"auto", any}, {"emulated", emulated}, {"fast", fast}, {"native", native_only}};
   const Wanted wanted = choose("backend for CUDA tensors", backend, kBackends);
@@ -97,25 +97,25 @@ Route choose_gemm(const kernels::GemmArgs& args, bool invariant, const std::stri
   if (wanted == fast) {
     STD_TORCH_CHECK(!invariant, "backend 'fast' is not row-invariant; accepted with it: accumulate 'fast'");
     STD_TORCH_CHECK(!args.offsets, "backend 'fast' takes dense products; accepted for experts: auto, emulated, native");
-    STD_TORCH_CHECK(kernels::bf16_holds(args), "backend 'fast' multiplies in bfloat16; accepted for float32 and float16: auto, emulated");
+    STD_TORCH_CHECK(cuda::bf16_holds(args), "backend 'fast' multiplies in bfloat16; accepted for float32 and float16: auto, emulated");
     return {"fast", nullptr};
   }
-  if (!kernels::bf16_holds(args)) {
+  if (!cuda::bf16_holds(args)) {
     STD_TORCH_CHECK(wanted != native_only, kNativeTakes);
-    return {"emulated", kernels::gemm_lanes};
+    return {"emulated", cuda::gemm_lanes};
   }
   if (wanted != emulated) {
     const Native& native = native_on(device);
-    const bool takes = kernels::native_takes(args);
-    if (native.pairs && takes && kernels::pairs_pay(args)) return {"native by pairs", native.pairs};
+    const bool takes = cuda::native_takes(args);
+    if (native.pairs && takes && cuda::pairs_pay(args)) return {"native by pairs", native.pairs};
     if (native.gemm && takes) return {"native", native.gemm};
     STD_TORCH_CHECK(wanted == any || native.gemm, "backend 'native' is not available: ", native.why_not);
     STD_TORCH_CHECK(wanted == any, kNativeTakes);
   }
   // The same bits either way.
-  if (kernels::decode_takes(args)) return {"emulated", kernels::gemm_decode};
+  if (cuda::decode_takes(args)) return {"emulated", cuda::gemm_decode};
   if (wanted == any && !invariant && !args.offsets) return {"fast", nullptr};
-  return {"emulated", kernels::gemm_invariant};
+  return {"emulated", cuda::gemm_invariant};
 }
 
 std::string native_status(int device) {

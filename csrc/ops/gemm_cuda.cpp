@@ -8,9 +8,9 @@ namespace {
 using Optional = std::optional<Tensor>;
 
 // An operand of one expert of several. along_k: each has all rows, and its own part of the contraction.
-kernels::Operand for_kernels(const Input& in, int64_t experts, bool along_k) {
-  using enum kernels::Elem;
-  static constexpr kernels::Elem kElems[] = {e2m1, e4m3, e5m2, bf16, fp16, fp32};
+cuda::Operand for_kernels(const Input& in, int64_t experts, bool along_k) {
+  using enum cuda::Elem;
+  static constexpr cuda::Elem kElems[] = {e2m1, e4m3, e5m2, bf16, fp16, fp32};
   const cpu::Operand& o = in.operand;
   const int64_t rows = along_k ? o.rows : o.rows / experts;
   const int64_t expert_stride = in.globals == experts * rows ? rows : in.globals == experts;
@@ -21,7 +21,7 @@ kernels::Operand for_kernels(const Input& in, int64_t experts, bool along_k) {
 struct Product {
   Input x, w;
   Optional bias, offsets;  // fp32; int32
-  kernels::GemmArgs args{};
+  cuda::GemmArgs args{};
 
   Product(const Tensor& x_codes, const Optional& x_scales, const Optional& x_global, const std::string& x_format, const Tensor& w_codes,
           const Optional& w_scales, const Optional& w_global, const std::string& w_format, const Optional& ends) {

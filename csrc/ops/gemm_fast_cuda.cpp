@@ -1,24 +1,24 @@
 #include "gemm_fast_cuda.h"
 
-#include "../kernels/quantize.h"
+#include "../cuda/quantize.h"
 
 namespace fp4ext {
 namespace {
 
-FormatId format_of(const kernels::Operand& o) {
+FormatId format_of(const cuda::Operand& o) {
   switch (o.elem) {
-    case kernels::Elem::e2m1: return o.block == 16 ? FormatId::nvfp4 : FormatId::mxfp4;
-    case kernels::Elem::e4m3: return FormatId::mxfp8;
+    case cuda::Elem::e2m1: return o.block == 16 ? FormatId::nvfp4 : FormatId::mxfp4;
+    case cuda::Elem::e4m3: return FormatId::mxfp8;
     default: return FormatId::mxfp8_e5m2;
   }
 }
 
 // [rows, k] in bf16, without the global scale.
-Tensor decoded(const Input& in, const kernels::Operand& o, int64_t k, const OnDevice& device) {
-  if (o.elem == kernels::Elem::bf16) return torch::stable::view(in.codes, {o.rows, o.k_stored});  // k: nothing pads a plain operand
+Tensor decoded(const Input& in, const cuda::Operand& o, int64_t k, const OnDevice& device) {
+  if (o.elem == cuda::Elem::bf16) return torch::stable::view(in.codes, {o.rows, o.k_stored});  // k: nothing pads a plain operand
   Tensor out = torch::stable::new_empty(in.codes, {o.rows, k}, ScalarType::BFloat16);
-  const kernels::Stored from{static_cast<const uint8_t*>(o.codes), o.scales, nullptr, format_of(o), o.k_stored, 1};
-  check_launch("dequantize", kernels::dequantize(from, o.rows, k, kernels::Dtype::bf16, out.data_ptr(), device.stream()));
+  const cuda::Stored from{static_cast<const uint8_t*>(o.codes), o.scales, nullptr, format_of(o), o.k_stored, 1};
+  check_launch("dequantize", cuda::dequantize(from, o.rows, k, cuda::Dtype::bf16, out.data_ptr(), device.stream()));
   return out;
 }
 
@@ -39,11 +39,11 @@ void multiply(const Tensor& x, const Tensor& w, const Tensor& sums) {
 
 }  // namespace
 
-void gemm_fast(const Input& x, const Input& w, const kernels::GemmArgs& args, const OnDevice& device) {
+void gemm_fast(const Input& x, const Input& w, const cuda::GemmArgs& args, const OnDevice& device) {
   const int64_t k = std::min(args.x.k_stored, args.w.k_stored);
   const Tensor sums = torch::stable::new_empty(x.codes, {args.x.rows, args.w.rows}, ScalarType::Float);
   multiply(decoded(x, args.x, k, device), decoded(w, args.w, k, device), sums);
-  check_launch("fast", kernels::gemm_finish(args, static_cast<const float*>(sums.data_ptr()), device.stream()));
+  check_launch("fast", cuda::gemm_finish(args, static_cast<const float*>(sums.data_ptr()), device.stream()));
 }
 
 }  // namespace fp4ext

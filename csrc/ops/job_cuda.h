@@ -20,10 +20,10 @@ struct Experts {
 
 struct Job {
   Sizes sizes;  // of the input
-  kernels::Input in{};
+  cuda::Input in{};
   QuantizeSpec spec;
   uint32_t role;
-  kernels::Copy copy{};
+  cuda::Copy copy{};
   Tensor on;                            // a tensor of the device
   std::optional<Tensor> rng, offsets;   // contiguous
   std::optional<Tensor> codes, scales;  // the results
@@ -39,7 +39,7 @@ struct Job {
   Job(const Stored& from, const std::string& key, int64_t axis, const std::optional<Tensor>& rng, int64_t role,
       const std::optional<Experts>& experts = {})
       : Job(from.codes, from.sizes, key, axis, rng, role, experts) {
-    in.dtype = kernels::Dtype::stored;
+    in.dtype = cuda::Dtype::stored;
     in.stored = stored_for_kernels(from);
   }
   Job(const Tensor& device, Sizes input_sizes, const std::string& key, int64_t axis, const std::optional<Tensor>& random, int64_t role,
@@ -58,7 +58,7 @@ struct Job {
     copy.colwise = axis == -2;
     copy.outer = spec.outer;
     if (experts) take(*experts);
-    copy.rht = kernels::rht_n(spec, along_tokens() ? 0 : k());  // there each expert has its own
+    copy.rht = cuda::rht_n(spec, along_tokens() ? 0 : k());  // there each expert has its own
     copy.stages = spec.rht_stages;
     const bool needed = spec.rounding != Rounding::nearest || spec.rht;
     check_rng(random, needed, on);
@@ -124,7 +124,7 @@ struct Job {
 
   Tensor measure(const OnDevice& device) const {
     Tensor amax = new_groups();
-    check_launch("amax", kernels::amax(in, copy, static_cast<float*>(amax.data_ptr()), num_groups(), device.stream()));
+    check_launch("amax", cuda::amax(in, copy, static_cast<float*>(amax.data_ptr()), num_groups(), device.stream()));
     return amax;
   }
 
@@ -143,15 +143,15 @@ struct Job {
     const Tensor amax = given ? *given : measure(device);
     enc = new_groups(), dec = new_groups();
     auto *e = static_cast<float*>(enc.data_ptr()), *d = static_cast<float*>(dec.data_ptr());
-    const kernels::OuterArgs args{static_cast<const float*>(amax.data_ptr()),
-                                  num_groups(),
-                                  spec.scale,
-                                  spec.rounding == Rounding::eden,
-                                  spec.outer == OuterKind::pow2,
-                                  e,
-                                  d,
-                                  static_cast<float*>(global.data_ptr())};
-    check_launch("outer_scales", kernels::outer_scales(args, device.stream()));
+    const cuda::OuterArgs args{static_cast<const float*>(amax.data_ptr()),
+                               num_groups(),
+                               spec.scale,
+                               spec.rounding == Rounding::eden,
+                               spec.outer == OuterKind::pow2,
+                               e,
+                               d,
+                               static_cast<float*>(global.data_ptr())};
+    check_launch("outer_scales", cuda::outer_scales(args, device.stream()));
     copy.outer_enc = e, copy.outer_dec = d;
     if (along_rows()) spread(device);
   }
@@ -159,15 +159,15 @@ struct Job {
   void spread(const OnDevice& device) {
     Tensor of_rows = torch::stable::new_empty(on, {in.rows, 1}, ScalarType::Float);
     const auto* of_group = static_cast<const float*>(global.data_ptr());
-    check_launch("global_of_rows", kernels::global_of_rows(of_group, copy.outer == OuterKind::row, in.offsets, in.experts, in.rows,
-                                                           static_cast<float*>(of_rows.data_ptr()), device.stream()));
+    check_launch("global_of_rows", cuda::global_of_rows(of_group, copy.outer == OuterKind::row, in.offsets, in.experts, in.rows,
+                                                        static_cast<float*>(of_rows.data_ptr()), device.stream()));
     global = of_rows;
   }
   void run(const OnDevice& device, const Job* other = nullptr) const {
-    kernels::QuantizeArgs args{in, spec, role, {}};
+    cuda::QuantizeArgs args{in, spec, role, {}};
     args.copies[copy.colwise] = copy;
     if (other) args.copies[other->copy.colwise] = other->copy;
-    check_launch("quantize", kernels::quantize(args, device.stream()));
+    check_launch("quantize", cuda::quantize(args, device.stream()));
   }
 };
 

@@ -16,7 +16,7 @@ from ..simt.test_ops import qkv
 from ..simt.test_quantize import ALL, KEYS, RNG, SHARD
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not fp4ext._C.cuda_rooms, reason="needs a CUDA device and a build for it"
+    not torch.cuda.is_available() or not fp4ext._C.cuda_kernel_sets, reason="needs a CUDA device and a build for it"
 )
 GPU = "cuda"
 

@@ -1,4 +1,4 @@
-"""Builds the library fp4ext_simt: csrc/kernels and the CUDA ops of csrc/ops, unmodified, with g++ for the SIMT machine.
+"""Builds the library fp4ext_simt: csrc/cuda and the CUDA ops of csrc/ops, unmodified, with g++ for the SIMT machine.
 
 Objects are kept under build/simt by the hash of everything they are made of, so that a second run compiles nothing, and
 a mutant (test_mutants.py) compiles only what its edit reaches.
@@ -34,7 +34,7 @@ SANITIZE = "-g1 -fsanitize=address,undefined -fno-sanitize=alignment -fno-saniti
 
 def sources() -> list[Path]:
     """What is compiled: every kernel, every CUDA op, the machine and the library."""
-    kernels = sorted(path for path in (CSRC / "kernels").rglob("*") if path.suffix in (".cu", ".cpp"))
+    kernels = sorted(path for path in (CSRC / "cuda").rglob("*") if path.suffix in (".cu", ".cpp"))
     return [*kernels, *sorted((CSRC / "ops").glob("*_cuda.cpp")), HERE / "machine.cpp", HERE / "library.cpp"]
 
 

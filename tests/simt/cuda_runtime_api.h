@@ -3,8 +3,8 @@
 
 #include "machine.h"
 
-// A stand-in for the CUDA runtime and for the words of CUDA C++, by which g++ compiles csrc/kernels for the SIMT machine.
-// Instructions that are PTX have their meaning in csrc/kernels/ptx/, beside their text.
+// A stand-in for the CUDA runtime and for the words of CUDA C++, by which g++ compiles csrc/cuda for the SIMT machine.
+// Instructions that are PTX have their meaning in csrc/cuda/ptx/, beside their text.
 
 #define __global__
 #define __device__

@@ -1,7 +1,7 @@
 #include <torch/csrc/stable/library.h>
 
-#include "../../csrc/kernels/attention.h"
-#include "../../csrc/kernels/gemm.h"
+#include "../../csrc/cuda/attention.h"
+#include "../../csrc/cuda/gemm.h"
 #include "../../csrc/ops/cuda.h"
 #include "../../csrc/ops/dispatch_cuda.h"
 #include "../../csrc/ops/stored_cuda.h"
@@ -24,19 +24,19 @@ void set_device(int64_t i, int64_t sm) {
   simt::options().devices.at(i) = static_cast<int>(sm);
 }
 
-kernels::Gemm native_kernel(const std::string& name) {
-  static constexpr Choice<kernels::Gemm> kKernels[] = {
-      {"sm120", kernels::gemm_sm120}, {"sm100", kernels::gemm_sm100}, {"sm100_pairs", kernels::gemm_sm100_pairs}};
+cuda::Gemm native_kernel(const std::string& name) {
+  static constexpr Choice<cuda::Gemm> kKernels[] = {
+      {"sm120", cuda::gemm_sm120}, {"sm100", cuda::gemm_sm100}, {"sm100_pairs", cuda::gemm_sm100_pairs}};
   return choose("kernel", name, kKernels);
 }
-std::string self_test(std::string kernel) { return kernels::self_test(native_kernel(kernel)); }
-std::string same_bits(std::string kernel, std::string other) { return kernels::same_bits(native_kernel(kernel), native_kernel(other)); }
+std::string self_test(std::string kernel) { return cuda::self_test(native_kernel(kernel)); }
+std::string same_bits(std::string kernel, std::string other) { return cuda::same_bits(native_kernel(kernel), native_kernel(other)); }
 // Which kernel a product of so many rows takes, NVFP4 and small.
 std::string route(int64_t rows, int64_t experts) {
   static constexpr int32_t kOffsets[1] = {};
-  const kernels::Operand x{nullptr, nullptr, nullptr, 0, 0, kernels::Elem::e2m1, 16, rows, 128},
-      w{nullptr, nullptr, nullptr, 0, 0, kernels::Elem::e2m1, 16, 8, 128};
-  const kernels::GemmArgs args{x, w, nullptr, nullptr, false, experts > 1 ? kOffsets : nullptr, static_cast<int>(experts)};
+  const cuda::Operand x{nullptr, nullptr, nullptr, 0, 0, cuda::Elem::e2m1, 16, rows, 128},
+      w{nullptr, nullptr, nullptr, 0, 0, cuda::Elem::e2m1, 16, 8, 128};
+  const cuda::GemmArgs args{x, w, nullptr, nullptr, false, experts > 1 ? kOffsets : nullptr, static_cast<int>(experts)};
   return choose_gemm(args, true, "auto", simt::options().device).name;
 }
 std::string status(int64_t device) { return emulated_status(static_cast<int>(device)) + "\n" + native_status(static_cast<int>(device)); }
@@ -46,16 +46,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_swizzled(const Tensor& x, st
                                                              const Tensor& dec) {
   const QuantizeSpec spec = parse_spec(key);
   const int64_t batch = x.size(0), rows = x.size(1), cols = x.size(2);
-  kernels::QuantizeArgs args{{x.data_ptr(), cuda_dtype("x", x), batch, rows, cols, {}}, spec, 0, {}};
+  cuda::QuantizeArgs args{{x.data_ptr(), cuda_dtype("x", x), batch, rows, cols, {}}, spec, 0, {}};
   std::vector<Tensor> out;
   for (bool colwise : {false, true}) {
-    kernels::Copy& c = args.copies[colwise];
+    cuda::Copy& c = args.copies[colwise];
     const int64_t k = colwise ? rows : cols, out_rows = colwise ? cols : rows, blocks = (k + spec.block() - 1) / spec.block();
     out.push_back(torch::stable::new_empty(x, {batch, out_rows, blocks * spec.block() / (spec.packed() ? 2 : 1)}, ScalarType::Byte));
     out.push_back(torch::stable::new_empty(x, {batch, padded_rows(out_rows) * padded_columns(blocks)}, ScalarType::Byte));
     c = {colwise,
          spec.outer,
-         kernels::rht_n(spec, k),
+         cuda::rht_n(spec, k),
          spec.rht_stages,
          static_cast<const int64_t*>(rng.data_ptr()),
          false,
@@ -65,14 +65,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_swizzled(const Tensor& x, st
          static_cast<uint8_t*>(out[out.size() - 2].data_ptr()),
          static_cast<uint8_t*>(out.back().data_ptr())};
   }
-  check_launch("quantize", kernels::quantize(args, nullptr));
+  check_launch("quantize", cuda::quantize(args, nullptr));
   return {out[0], out[1], out[2], out[3]};
 }
 
-kernels::Operand operand(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& global,
+cuda::Operand operand(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& global,
                          const std::string& format, int64_t experts, int64_t token_experts = 0) {
-  using enum kernels::Elem;
-  static constexpr Choice<kernels::Elem> kElems[] = {{"nvfp4", e2m1}, {"mxfp4", e2m1}, {"mxfp8", e4m3}, {"mxfp8_e5m2", e5m2},
+  using enum cuda::Elem;
+  static constexpr Choice<cuda::Elem> kElems[] = {{"nvfp4", e2m1}, {"mxfp4", e2m1}, {"mxfp8", e4m3}, {"mxfp8_e5m2", e5m2},
                                                      {"bf16", bf16},  {"fp16", fp16},  {"fp32", fp32}};
   const auto elem = choose("format", format, kElems);
   const int64_t rows = product(sizes_of(codes), 0, codes.dim() - 1), globals = global ? global->numel() : 0;
@@ -97,7 +97,7 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
                 std::optional<Tensor> bias, std::optional<Tensor> offsets, std::string out_dtype, bool over_tokens,
                 std::optional<Tensor> onto) {
   const int64_t experts = offsets ? offsets->numel() : 1;
-  kernels::GemmArgs args{operand(x, x_scales, x_global, x_format, 1, over_tokens ? experts : 0),
+  cuda::GemmArgs args{operand(x, x_scales, x_global, x_format, 1, over_tokens ? experts : 0),
                          operand(w, w_scales, w_global, w_format, over_tokens ? 1 : experts, over_tokens ? experts : 0)};
   const ScalarType dtype = parse_dtype("out_dtype", out_dtype);
   Tensor y = onto          ? torch::stable::clone(*onto)
@@ -109,13 +109,13 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
   args.y_bf16 = dtype == ScalarType::BFloat16;
   args.offsets = offsets ? static_cast<const int32_t*>(offsets->data_ptr()) : nullptr;
   args.experts = static_cast<int>(experts);
-  using Gemm = cudaError_t (*)(const kernels::GemmArgs&, cudaStream_t);
-  static constexpr Choice<Gemm> kKernels[] = {{"invariant", kernels::gemm_invariant}, {"lanes", kernels::gemm_lanes},
-                                              {"decode", kernels::gemm_decode},       {"sm120", kernels::gemm_sm120},
-                                              {"sm100", kernels::gemm_sm100},         {"sm100_pairs", kernels::gemm_sm100_pairs}};
+  using Gemm = cudaError_t (*)(const cuda::GemmArgs&, cudaStream_t);
+  static constexpr Choice<Gemm> kKernels[] = {{"invariant", cuda::gemm_invariant}, {"lanes", cuda::gemm_lanes},
+                                              {"decode", cuda::gemm_decode},       {"sm120", cuda::gemm_sm120},
+                                              {"sm100", cuda::gemm_sm100},         {"sm100_pairs", cuda::gemm_sm100_pairs}};
   const Gemm gemm = choose("kernel", kernel, kKernels);
   STD_TORCH_CHECK(
-      kernel == "invariant" || kernel == "lanes" || (kernel == "decode" ? kernels::decode_takes(args) : kernels::native_takes(args)),
+      kernel == "invariant" || kernel == "lanes" || (kernel == "decode" ? cuda::decode_takes(args) : cuda::native_takes(args)),
       kernel, " does not take these");
   check_launch("gemm", gemm(args, nullptr));
   return y;
@@ -123,7 +123,7 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
 
 // scale: of the products, as the op has it. start: int64 [batch], or none. budget: bytes of workspace, 0 for the usual ones.
 Tensor run_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> start, double scale, int64_t budget) {
-  kernels::AttentionArgs a{q.data_ptr(), k.data_ptr(), v.data_ptr()};
+  cuda::AttentionArgs a{q.data_ptr(), k.data_ptr(), v.data_ptr()};
   Tensor y = torch::stable::new_empty(q, sizes_of(q));
   a.y = y.data_ptr();
   a.q_dtype = cuda_dtype("q", q), a.kv_dtype = cuda_dtype("k", k);
@@ -132,8 +132,8 @@ Tensor run_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::opt
   a.start = start ? static_cast<const int64_t*>(start->data_ptr()) : nullptr;
   a.scale = static_cast<float>(scale * 1.4426950408889634);
   if (budget) a.budget = budget;
-  Tensor workspace = torch::stable::new_empty(q, {kernels::attention_workspace(a)}, ScalarType::Byte);
-  check_launch("attention", kernels::attention(a, workspace.data_ptr(), nullptr));
+  Tensor workspace = torch::stable::new_empty(q, {cuda::attention_workspace(a)}, ScalarType::Byte);
+  check_launch("attention", cuda::attention(a, workspace.data_ptr(), nullptr));
   return y;
 }
 
