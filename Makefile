@@ -46,7 +46,7 @@ test: build  ## the test suite, a process for each core (WORKERS=1: one), withou
 test-slow: build  ## the long campaigns, which CI runs too
 	$(PY) -m pytest -n $(WORKERS) -m 'slow and not fuzz'
 
-test-one: build  ## one file or test, in this process: make test-one T=tests/test_linear.py
+test-one: build  ## one file or test, in this process: make test-one T=tests/nn/test_dense.py
 	$(PY) -m pytest $(T)
 
 # Each fuzz test takes so long. FP4EXT_FUZZ_SEED repeats a run; what fails is printed as data, for the corpus of its test.
@@ -91,7 +91,7 @@ test-cuda-build: .venv-cuda/.packages  ## build FP4EXT_CUDA=ON against a CUDA bu
 .PHONY: test-cuda-built
 test-cuda-built: build/cuda/package
 	$(IN_PACKAGE) import fp4ext; [print(name, "-", what) for name, what in fp4ext.backends().items()]; assert fp4ext._C.cuda_kernel_sets and "not built" not in str(fp4ext.backends())'
-	$(IN_PACKAGE) $(PYTEST)' -m "not slow" tests/ops tests/test_ops.py tests/test_backends.py tests/test_cublas.py tests/test_gemm.py tests/test_quantize.py
+	$(IN_PACKAGE) $(PYTEST)' -m "not slow" tests/ops tests/functional/test_ops.py tests/functional/test_availability.py tests/functional/test_cublas.py tests/functional/test_gemms.py tests/functional/test_quantization.py
 
 # Where a GPU is: GPU_PYTHON has a CUDA build of torch, and pybind11, cmake, ninja, pytest, hypothesis.
 # Compiled for the devices that are here alone.

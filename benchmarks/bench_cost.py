@@ -14,7 +14,7 @@ from timing import parser, publish, show, write_rows
 import fp4ext
 from fp4ext import policies
 from fp4ext.audit.calibrate import calibrate
-from fp4ext.audit.cost import layer_seconds
+from fp4ext.audit.cost_model import layer_seconds
 from fp4ext.audit.operations import of_layer
 
 POLICIES = ("mxfp8", "nvidia", "end_to_end")

@@ -12,8 +12,8 @@ import torch
 from rich.progress import track
 from timing import DOCS, parser, publish, show, write_rows
 
-import fp4ext
 from fp4ext import Spec
+from fp4ext.functional import ops
 from fp4ext.reference import hadamard
 from fp4ext.testing import generate
 
@@ -50,8 +50,8 @@ DATA = ("gaussian", "student_t3", "outliers30", "outliers100", "one_hot")
 def estimate(x: torch.Tensor, spec: Spec, seed: int) -> torch.Tensor:
     """x̂ in fp64. A rotated x̂ is rotated back, which changes no error: the transform is orthogonal."""
     rng = torch.tensor([seed, 0])
-    codes, scales, outer = fp4ext.ops.quantize(x, spec.key, -1, rng)
-    y = fp4ext.ops.dequantize(codes, scales, outer, spec.format, x.shape[-1], "float32").double()
+    codes, scales, outer = ops.quantize(x, spec.key, -1, rng)
+    y = ops.dequantize(codes, scales, outer, spec.format, x.shape[-1], "float32").double()
     return y if spec.rht == "none" else hadamard.inverse_rht(y, *hadamard.parse(spec.rht), rng)
 
 

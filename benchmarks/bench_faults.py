@@ -66,7 +66,7 @@ def judged(preset: Preset, seed: int) -> dict:
     model, batches = trained(preset, seed)
     biased, saturating = PLANTED[preset.name]
     policy = planted(biased, saturating)
-    report = fp4ext.audit(model, batches, [policy], draws=12, tokens=256)
+    report = fp4ext.audit.measure(model, batches, [policy], draws=12, tokens=256)
     sick = lambda module: module.startswith((biased, saturating))  # noqa: E731
     sound = [row for row in report.rows["planted"] if not sick(row.module)]
     gradients = [row.measured for row in sound if row.gemm != "fprop"]

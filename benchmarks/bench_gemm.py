@@ -12,6 +12,7 @@ import torch
 from timing import best_times, parser, publish, show, write_rows
 
 import fp4ext
+from fp4ext.functional import ops
 
 SHAPES = {
     "prefill": (512, 4096, 4096),
@@ -43,7 +44,7 @@ def operands(format: str, rows: int, k: int, copies: int = 1) -> list[tuple]:
     x = torch.randn(rows, k)
     if format in PLAIN:
         return [(x.to(PLAIN[format], copy=True), None, None, format) for _ in range(copies)]
-    codes, scales, global_scale = fp4ext.ops.quantize(x, fp4ext.Spec.parse(format).key)
+    codes, scales, global_scale = ops.quantize(x, fp4ext.Spec.parse(format).key)
     return [(codes.clone(), scales.clone(), global_scale, format) for _ in range(copies)]
 
 
@@ -66,7 +67,7 @@ def cases(name: str, m: int, n: int, k: int) -> dict:
     for x_format, w_format in FORMATS:
         x = operands(x_format, m, k)[0]
         label = x_format if x_format == w_format else f"{x_format} × {w_format}"
-        out[label] = in_turn(lambda w, x=x: fp4ext.ops.gemm(*x, *w, None, "bfloat16"), weights(w_format, name, n, k))
+        out[label] = in_turn(lambda w, x=x: ops.gemm(*x, *w, None, "bfloat16"), weights(w_format, name, n, k))
     return out
 
 

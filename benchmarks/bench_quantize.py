@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from timing import best_times, parser, publish, show, write_rows
 
-import fp4ext
 from fp4ext import Spec
+from fp4ext.functional import ops
 
 RNG = torch.tensor([1, 2])
 CASES = {
@@ -65,8 +65,8 @@ def main() -> None:
     def case(name: str):
         key = Spec.parse(CASES[name]).key
         if "rows + columns" in name:
-            return lambda: fp4ext.ops.quantize_rowcol(x, key, key, RNG, RNG)
-        return lambda: fp4ext.ops.quantize(x, key, -2 if "columns" in name else -1, RNG)
+            return lambda: ops.quantize_rowcol(x, key, key, RNG, RNG)
+        return lambda: ops.quantize(x, key, -2 if "columns" in name else -1, RNG)
 
     runs = {"copy": lambda: into.copy_(x)} | {name: case(name) for name in CASES}
     if not args.no_peers:

@@ -18,7 +18,7 @@ import fp4ext
 from fp4ext import Spec
 from fp4ext.audit import advise, explain, machines
 from fp4ext.audit.capture import capture
-from fp4ext.audit.cost import Shape, cost
+from fp4ext.audit.cost_model import Shape, cost
 from fp4ext.audit.operand import measure
 from fp4ext.testing import generate
 from fp4ext.train import Preset, data

@@ -4,25 +4,20 @@ import importlib
 
 import torch  # noqa: F401  (loads libtorch before _C)
 
-from . import formats, policies
-from .attention import attention
-from .backends import backends
-from .convert import Report, convert, revert, set_step, storage_bits
-from .experts import Experts, grouped_linear
-from .formats import Format
-from .gemm import gemm
-from .grouped import Ragged, grouped_gemm, grouped_quantize
-from .linear import Linear, linear
-from .noise import gradient_noise
-from .ops import set_draw_rank
-from .packed import pack, packed_weights, refit
-from .policy import Policy
-from .qtensor import QTensor
-from .quantize import quantize
-from .quantized import QuantizedExperts, QuantizedLinear
-from .recipe import Dgrad, Fprop, Recipe, Wgrad
-from .spec import Spec
-from .stages import current_stage, stage
+from .conversion import Report, convert, pack, packed_weights, refit, revert, set_step, storage_bits
+from .functional import (
+    QTensor,
+    Ragged,
+    attention,
+    backends,
+    gemm,
+    grouped_gemm,
+    grouped_quantize,
+    quantize,
+    set_draw_rank,
+)
+from .nn import Experts, Linear, QuantizedExperts, QuantizedLinear, gradient_noise, grouped_linear, linear
+from .policy import Dgrad, Format, Fprop, Policy, Recipe, Spec, Wgrad, current_stage, formats, policies, stage
 
 __version__ = "0.1.0"
 
@@ -46,12 +41,14 @@ __all__ = [
     "backends",
     "convert",
     "current_stage",
+    "export",
     "formats",
     "gemm",
     "gradient_noise",
     "grouped_gemm",
     "grouped_linear",
     "grouped_quantize",
+    "integrations",
     "linear",
     "pack",
     "packed_weights",
@@ -67,8 +64,16 @@ __all__ = [
 ]
 
 
+_LAZY = ("audit", "export", "integrations", "train")
+
+
 def __getattr__(name: str):
-    """fp4ext.audit, export, train and trainer, imported when they are first used: others do without them."""
-    if name in ("audit", "export", "train", "trainer"):
+    """fp4ext.audit, export, integrations and train, imported when they are first used: the rest does not need them."""
+    if name in _LAZY:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names alone."""
+    return [*__all__, "__version__"]

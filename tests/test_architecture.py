@@ -4,6 +4,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,64 +16,54 @@ import fp4ext
 ROOT = Path(__file__).parent.parent
 PACKAGE, CSRC = ROOT / "fp4ext", ROOT / "csrc"
 
-# A module imports only what stands on a line above its own. `fp4ext` is the public face: everything up to backends.
+# A package imports only what stands on a line above its own. `fp4ext` is the public face.
 ORDER = """
-    pages files extras autograd
-    formats
-    spec
-    fakes flops
-    ops
-    qtensor
-    quantize cublas
-    gemm attention
-    grouped
-    recipe
-    layer_ops
-    stages
-    policy names uncalled
-    activation policy_file
-    policies
-    linear
-    experts
-    stacked
-    quantized
-    packed
-    noise
-    decision described
-    convert
-    backends
+    errors extras files pages
+    policy
+    functional
+    nn
+    conversion
     fp4ext
-    audit export trainer
+    audit export integrations
     train
     cli
     __main__
 """
-ROOMS = [line.split() for line in ORDER.split("\n") if line.strip()]
-PLACE = {name: place for place, names in enumerate(ROOMS) for name in names}
-ASIDE = {"testing": {"formats", "spec", "ops"}, "reference": {"formats", "spec", "ops"}}
+LINES = [line.split() for line in ORDER.split("\n") if line.strip()]
+PLACE = {name: place for place, names in enumerate(LINES) for name in names}
+ASIDE = {"testing": {"functional", "policy"}, "reference": {"functional", "policy"}}
 
 
-def room(path):
-    """The room of a file: its module, or the folder it lies in."""
+def dotted(path):
+    """The module that a file is: ("nn", "dense") for fp4ext/nn/dense.py, ("nn",) for fp4ext/nn/__init__.py."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return "fp4ext" if parts == ("__init__",) else parts[0]
+    return parts[:-1] if parts[-1] == "__init__" else parts
 
 
-def imports(path):
-    """The rooms of fp4ext that a file imports, at its top or inside a function."""
+def package_of(path):
+    """The package of a file, or the file's own name where it lies in fp4ext itself."""
+    return (dotted(path) or ("fp4ext",))[0]
+
+
+def modules():
+    """Every module of fp4ext, as parts of its dotted name."""
+    return {dotted(path) for path in PACKAGE.rglob("*.py")}
+
+
+def imports(path, known=None):
+    """The modules of fp4ext that a file imports, at its top or inside a function, as parts of their dotted names."""
+    known = known or modules()
     package = ["fp4ext", *path.relative_to(PACKAGE).parts[:-1]]
-    found = []
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found += [alias.name.split(".") for alias in node.names]
+            found |= {tuple(alias.name.split(".")) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
-            names = [alias.name for alias in node.names] if base == ["fp4ext"] else [""]
-            found += [[*base, name] for name in names]
-    rooms = {name[1] if len(name) > 1 and name[1] else "fp4ext" for name in found if name[0] == "fp4ext"}
-    known = PLACE.keys() | ASIDE.keys() | {"_C"}
-    return {name if name in known else "fp4ext" for name in rooms}
+            found |= {(*base, alias.name) for alias in node.names}
+    inside = {name[1:] for name in found if name[0] == "fp4ext"} - {("_C",)}
+    return {name if name in known else name[:-1] for name in inside}
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -79,28 +71,120 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_one_way(path):
-    own = room(path)
+    own = package_of(path)
     assert own in PLACE or own in ASIDE, f"{own} has no place in the order"
-    for other in imports(path) - {own, "_C"}:
+    for other in {(name or ("fp4ext",))[0] for name in imports(path)} - {own}:
         if own in ASIDE:
             assert other in ASIDE[own], f"{own} imports {other}"
         else:
             # The audit is a judge, as tests are: it undoes rotations with the reference's inverse.
             assert other != "reference" or own == "audit", f"{own} imports the reference, which only tests do"
             assert other in ("testing", "reference") or PLACE[other] < PLACE[own], (
-                f"{own} imports {other}, to its right"
+                f"{own} imports {other}, which stands below it"
             )
 
 
+def test_no_module_imports_itself_by_way_of_others():
+    """Within a package too. A package's __init__ is its face, which no module of it imports."""
+    known = modules()
+    graph = {dotted(path): {n for n in imports(path, known) if n != dotted(path)} for path in FILES}
+    faces = {dotted(path) for path in FILES if path.name == "__init__.py"}
+    done, open_ = set(), []
+
+    def walk(name):
+        assert name not in open_, " -> ".join(".".join(n) for n in [*open_[open_.index(name) :], name])
+        if name in done:
+            return
+        open_.append(name)
+        for other in graph.get(name, ()):
+            if not (other in faces and name[: len(other)] == other and other in open_):
+                walk(other)
+        open_.pop()
+        done.add(name)
+
+    for name in sorted(graph):
+        walk(name)
+
+
 def test_every_way_to_import_is_seen(tmp_path, monkeypatch):
+    known = modules()
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     (tmp_path / "train").mkdir()
     source = tmp_path / "train" / "arm.py"
     source.write_text(
-        "import torch, fp4ext.convert\nfrom ..policy import x\nfrom .run import y\nfrom .. import gemm as g\n"
-        "def f():\n    from fp4ext import linear, Spec\n    from fp4ext.spec import RHTS\n"
+        "import torch, fp4ext.conversion\nfrom ..policy.policy import x\nfrom .run import y\n"
+        "from ..functional import ops as o\ndef f():\n    from fp4ext import linear, Spec\n"
+        "    from fp4ext.policy.spec import RHTS\n"
     )
-    assert imports(source) == {"convert", "policy", "train", "gemm", "linear", "fp4ext", "spec"}
+    assert imports(source, known) == {
+        ("conversion",),
+        ("policy", "policy"),
+        ("train", "run"),
+        ("functional", "ops"),
+        (),
+        ("policy", "spec"),
+    }
+
+
+def test_no_module_hides_behind_a_function():
+    """`import fp4ext.a.b` gives the module: no package has something else under the name of one of its modules."""
+    for name in sorted(modules() - {()}):
+        if name == ("__main__",) or name[-1] == "__main__" or name[0] == "integrations":
+            continue
+        module = importlib.import_module(".".join(("fp4ext", *name)))
+        parent = importlib.import_module(".".join(("fp4ext", *name[:-1])))
+        assert getattr(parent, name[-1]) is module, ".".join(name)
+
+
+def public_callables():
+    """Whatever the faces of fp4ext and of its packages offer that can be called."""
+    for package in ("", ".policy", ".functional", ".nn", ".conversion", ".audit", ".export", ".train"):
+        module = importlib.import_module(f"fp4ext{package}")
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if callable(thing) and not (inspect.isclass(thing) and issubclass(thing, Exception)):
+                yield f"{module.__name__}.{name}", thing
+
+
+def test_every_public_signature_is_real():
+    """A person who asks for the arguments learns their names."""
+    for name, thing in public_callables():
+        kinds = {p.kind for p in inspect.signature(thing).parameters.values()}
+        assert not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds, name
+
+
+def test_dir_shows_the_public_face_alone():
+    assert sorted(dir(fp4ext)) == sorted([*fp4ext.__all__, "__version__"])
+
+
+# Tests: a folder of tests/ mirrors a package and a file a module. A file that tests a property of a whole package has
+# its name here; one that tests the whole of fp4ext stands at the top of tests/.
+FOLDERS = {"ops": "csrc/ops", "numerics": "csrc/numerics", "simt": "csrc/cuda", "gpu": "csrc/cuda"}
+OF_A_PACKAGE = {
+    "audit": "experts faults run",
+    "conversion": "decision_walk",
+    "export": "decision embeddings experts foreign fuzz hostile judges safety",
+    "nn": "inference packed_training unbiased_products",
+    "reference": "error_table scale_rules sharding stochastic torchao unbiased",
+    "train": "cli compile crashes damage invariance strangers",
+}
+
+
+def test_tests_mirror_the_sources():
+    known = modules()
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        parts = path.relative_to(ROOT / "tests").with_suffix("").parts
+        if len(parts) == 1:
+            continue
+        if parts[0] in FOLDERS:
+            assert (ROOT / FOLDERS[parts[0]]).is_dir(), path
+            continue
+        module = parts[-1].removeprefix("test_")
+        if module not in OF_A_PACKAGE.get(".".join(parts[:-1]), "").split():
+            assert (*parts[:-1], module) in known, f"{path} mirrors no module"
+    for folder, names in OF_A_PACKAGE.items():
+        for name in names.split():
+            assert (ROOT / "tests" / folder / f"test_{name}.py").exists(), name
 
 
 # C++
@@ -159,15 +243,15 @@ def schemas():
 
 
 def test_every_op_has_a_wrapper_a_fake_and_an_opcheck():
-    fakes_py = (PACKAGE / "fakes.py").read_text()
-    tests = (ROOT / "tests" / "test_ops.py").read_text()
+    fakes_py = (PACKAGE / "functional" / "fakes.py").read_text()
+    tests = (ROOT / "tests" / "functional" / "test_ops.py").read_text()
     names = schemas()
     assert {"quantize", "gemm", "unswizzle"} <= set(names)
     for name in names:
-        wrapper = getattr(fp4ext.ops, name)
+        wrapper = getattr(fp4ext.functional.ops, name)
         assert inspect.isfunction(wrapper) and wrapper.__doc__, name
         assert f'register_fake("fp4ext::{name}")' in fakes_py, name
-        assert f'    "{name}": lambda:' in tests, f"tests/test_ops.py has no sample of {name}"
+        assert f'    "{name}": lambda:' in tests, f"tests/functional/test_ops.py has no sample of {name}"
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fp4ext::{name}", "CPU"), name
 
 
@@ -177,7 +261,7 @@ def test_every_module_and_every_public_thing_is_documented(path):
         return
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), f"{path} has no docstring"
-    if room(path) in ("train", "cli"):
+    if package_of(path) in ("train", "cli"):
         return
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
@@ -197,7 +281,11 @@ def test_the_public_face():
 
 
 def test_importing_the_package_is_light():
-    """It pulls in neither the tests' room nor the workloads."""
-    for path in PACKAGE.glob("*.py"):
-        if room(path) != "__main__":
-            assert not imports(path) & {"train", "testing", "reference"}, path
+    """It loads neither the workloads, nor what judges, nor the packages of extras."""
+    code = (
+        "import sys, fp4ext; print(*[m for m in sys.modules if m.startswith(('fp4ext.', 'rich', 'safe'))])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    packages = {name.split(".")[1] for name in loaded.split() if name.startswith("fp4ext.")}
+    assert packages <= {"_C", "policy", "functional", "nn", "conversion", "errors", "files", "extras"}, packages
+    assert not re.search(r"\b(rich|safetensors)\b", loaded)

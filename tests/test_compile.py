@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp4ext
-from fp4ext import layer_ops, ops
-from fp4ext.grouped import expert_ends
+from fp4ext.functional import ops
+from fp4ext.functional.grouped import expert_ends
+from fp4ext.nn import layer_ops
 from fp4ext.testing import assert_bytes_equal
 
 RANDOM = ["nvidia", "quartet2", "end_to_end", "mxfp8_backward"]  # the last has no draw: it must not become one

@@ -31,12 +31,18 @@ PAIRS = {
 # For each source, the architectures, and for each of its kernels the instructions and the most registers.
 KERNELS = {
     "generic/quantize.cu": (PLAIN, {"amax_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "SHFL": 1}, 128)}),
-    "generic/quantize_nvfp4.cu": (PLAIN, {"quantize_blocks_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "STG.E.64": 1}, 128)}),
+    "generic/quantize_nvfp4.cu": (
+        PLAIN,
+        {"quantize_blocks_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "STG.E.64": 1}, 128)},
+    ),
     "generic/quantize_nvfp4_random.cu": (
         PLAIN,
         {"quantize_blocks_kernel": ({"LDG.E.128": 2, "LDS.128": 2, "STG.E.64": 1}, 128)},
     ),
-    "generic/quantize_mx.cu": (PLAIN, {"quantize_blocks_kernel": ({"LDG.E.128": 4, "LDS.128": 4, "STG.E.128": 1}, 255)}),
+    "generic/quantize_mx.cu": (
+        PLAIN,
+        {"quantize_blocks_kernel": ({"LDG.E.128": 4, "LDS.128": 4, "STG.E.128": 1}, 255)},
+    ),
     "generic/quantize_16x16.cu": (
         PLAIN,
         {"quantize_16x16_kernel": ({"LDG.E.128": 1, "LDS.128": 2, "STG.E.64": 2, "SHFL": 1}, 255)},

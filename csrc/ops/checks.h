@@ -74,7 +74,7 @@ inline void check_dtype(const char* name, const Tensor& t, ScalarType wanted) {
   STD_TORCH_CHECK(t.scalar_type() == wanted, name, " is ", name_of(t.scalar_type()), "; accepted: ", name_of(wanted));
 }
 
-// Codes and scales are bytes to an op; fp4ext/ops.py views them as torch's 8-bit float types, which few torch functions
+// Codes and scales are bytes to an op; fp4ext/functional/ops.py views them as torch's 8-bit float types, which few torch functions
 // know.
 inline void check_bytes(const char* name, const Tensor& t) {
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte, name, " is ", name_of(t.scalar_type()),

@@ -1,6 +1,6 @@
 #include <torch/csrc/stable/library.h>
 
-// Every schema of the library, and nothing else: read this file for the whole tensor API. fp4ext/ops.py wraps each one
+// Every schema of the library, and nothing else: read this file for the whole tensor API. fp4ext/functional/ops.py wraps each one
 // and says what its arguments mean. A `spec` is the canonical string of fp4ext.Spec; rng is an int64 tensor {seed,
 // offset} (or {seed, offset, row, k}).
 STABLE_TORCH_LIBRARY(fp4ext, m) {

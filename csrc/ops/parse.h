@@ -5,7 +5,7 @@
 
 #include "../numerics/spec.h"
 
-// From the strings that cross a schema to the enums of C++. Python's Spec (fp4ext/spec.py) has refused what the law
+// From the strings that cross a schema to the enums of C++. Python's Spec (fp4ext/policy/spec.py) has refused what the law
 // refuses; these checks are for callers of torch.ops.fp4ext.
 namespace fp4ext {
 

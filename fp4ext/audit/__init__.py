@@ -1,6 +1,6 @@
 """Audit: tell noise from drift, price every choice, and pick the precision of each component deliberately.
 
-    report = fp4ext.audit(model, batches, policies=["nvidia", "end_to_end"])
+    report = fp4ext.audit.measure(model, batches, policies=["nvidia", "end_to_end"])
     for fault in report.faults: print(fault.module, fault.gemm, fault.what, fault.text)
 
 averaging.py has the mathematics: a random error dilutes in averages, a drift compounds, and the law
@@ -8,24 +8,11 @@ err(B) = variance/B + floor tells one from the other. capture.py records what ea
 and layer.py judge it, report.py names what is wrong.
 """
 
-import sys
-from types import ModuleType
-
 from ..extras import audit as _packages  # noqa: F401  (first: an ImportError that names the extra)
 from .advice import Advice, advise
-from .cost import Cost, Shape, cost
+from .cost_model import Cost, Shape, cost
 from .live import Monitor
-from .measure import audit
+from .measurement import measure
 from .report import Fault, Report
 
-__all__ = ["Advice", "Cost", "Fault", "Monitor", "Report", "Shape", "advise", "audit", "cost"]
-
-
-class _Callable(ModuleType):
-    """So that fp4ext.audit is both the function that users call and the package it comes from."""
-
-    def __call__(self, *args, **kwargs):
-        return audit(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable
+__all__ = ["Advice", "Cost", "Fault", "Monitor", "Report", "Shape", "advise", "cost", "measure"]

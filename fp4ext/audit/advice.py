@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from .. import policy_file
-from ..noise import SQRT3
-from ..policy import Policy
-from ..recipe import Dgrad, Fprop, Recipe, Wgrad
-from ..spec import Spec
+from ..nn.noise import SQRT3
+from ..policy import policy_file
+from ..policy.policy import Policy
+from ..policy.recipe import Dgrad, Fprop, Recipe, Wgrad
+from ..policy.spec import Spec
 from .calibrate import Here
 from .capture import Layer, Loss, capture, layers_of, loss_of, mean_loss, plain, under
-from .cost import layer_seconds
+from .cost_model import layer_seconds
 from .layer import HAT, Row, judge
 from .machines import Machine
 from .operations import Op, of_layer

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import ops, policies
-from ..gemm import gemm
-from ..linear import Linear
-from ..quantize import quantize
-from ..spec import Spec
+from ..functional import ops
+from ..functional.gemms import gemm
+from ..functional.quantization import quantize
+from ..nn.dense import Linear
+from ..policy import policies
+from ..policy.spec import Spec
 from .operations import Op, of_layer
 
 # M, N, K; a quantizer's rows and columns are the first and the last.

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .. import stacked
-from ..convert import Report as Converted
-from ..convert import convert, restored
-from ..decision import Filter
-from ..experts import Experts, grouped_linear
-from ..linear import Linear, linear
-from ..names import named_modules
-from ..noise import is_mixture
-from ..policy import Policy
-from ..recipe import Recipe
-from ..stages import STAGES
+from ..conversion.decision import Filter
+from ..conversion.in_place import Report as Converted
+from ..conversion.in_place import convert, restored
+from ..conversion.names import named_modules
+from ..nn import transformers_experts
+from ..nn.dense import Linear, linear
+from ..nn.experts import Experts, grouped_linear
+from ..nn.noise import is_mixture
+from ..policy.policy import Policy
+from ..policy.recipe import Recipe
+from ..policy.stages import STAGES
 
 Loss = Callable[[nn.Module, object], Tensor]
 MANY = 8  # times the tokens kept of a linear layer are kept of a layer of so many experts or more
@@ -119,8 +119,8 @@ def bare(model: nn.Module) -> Iterator[None]:
     """The model with nothing quantized, for a time, its experts such that their products can be watched."""
     with restored(model.modules()), plain(model):
         for name, module in named_modules(model):
-            if stacked.is_stacked(module) and stacked.why_not(module) is None:
-                stacked.swap(module)
+            if transformers_experts.is_stacked(module) and transformers_experts.why_not(module) is None:
+                transformers_experts.swap(module)
                 module.set_policy("bf16", name)
         yield
 
@@ -141,7 +141,7 @@ def joined(module: str, stack: str) -> str:
     return f"{module}.{stack}" if module else stack
 
 
-def watched(module: Experts | stacked.Stacked, see: Callable[[str, Tensor, Tensor, Tensor], None]) -> None:
+def watched(module: Experts | transformers_experts.Stacked, see: Callable[[str, Tensor, Tensor, Tensor], None]) -> None:
     """Have `see` called with the stack's name, x [T, K], offsets and y [T, N] of each product of experts, until `under`
     or the caller takes the attribute `product` off the module again."""
     own = module.product

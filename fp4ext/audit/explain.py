@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quantize import quantize
-from ..spec import Spec
+from ..functional.quantization import quantize
+from ..policy.spec import Spec
 
 E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

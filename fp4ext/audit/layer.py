@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..qtensor import QTensor
-from ..quantize import quantize
-from ..recipe import Recipe
-from ..spec import Spec
+from ..functional.qtensor import QTensor
+from ..functional.quantization import quantize
+from ..policy.recipe import Recipe
+from ..policy.spec import Spec
 from .capture import Layer
 from .operand import DRAWS, ENTRIES, Draws, Measured, measured, nearest, observe, sampled
 

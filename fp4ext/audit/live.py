@@ -25,11 +25,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..linear import Linear
-from ..noise import SQRT3, gradient_noise, weights
-from ..quantize import quantize
-from ..spec import Spec
-from ..stages import current_stage
+from ..functional.quantization import quantize
+from ..nn.dense import Linear
+from ..nn.noise import SQRT3, gradient_noise, weights
+from ..policy.spec import Spec
+from ..policy.stages import current_stage
 from .capture import layers_of, watched
 from .operand import Tally, range_faults
 from .report import SATURATION, UNDERFLOW

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..qtensor import QTensor
-from ..quantize import quantize
+from ..functional.qtensor import QTensor
+from ..functional.quantization import quantize
+from ..policy.spec import Spec
 from ..reference import hadamard
-from ..spec import Spec
 from .averaging import Interval, Law, fit
 
 DRAWS = 32

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import formats
-from ..recipe import Recipe
-from ..spec import Spec
+from ..policy import formats
+from ..policy.recipe import Recipe
+from ..policy.spec import Spec
 
 
 @dataclass(frozen=True)

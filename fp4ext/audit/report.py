@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 
-from ..noise import SQRT3
+from ..nn.noise import SQRT3
 from .layer import Row
 from .operand import Measured
 

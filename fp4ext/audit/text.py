@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .advice import Advice
-from .cost import Cost
+from .cost_model import Cost
 from .html import _mean, summary
 from .report import DRIFT, Report
 

@@ -80,8 +80,9 @@ def run_audit(args) -> int:
     import torch
     from rich.console import Console
 
-    from .. import audit, policies
+    from .. import audit
     from ..audit import advice, html, text
+    from ..policy import policies
     from ..train.load import of_pretraining
 
     console, folder = Console(), Path(args.model)
@@ -98,7 +99,7 @@ def run_audit(args) -> int:
     with _written_to(out):
         out.mkdir(parents=True, exist_ok=True)
     with _progress(console) as progress:
-        report = audit.audit(model, batches, named, draws=args.draws, tokens=args.tokens, progress=progress)
+        report = audit.measure(model, batches, named, draws=args.draws, tokens=args.tokens, progress=progress)
         report.facts |= facts
         proposal = advice.advise(
             model,
@@ -137,7 +138,7 @@ def _written_to(out: Path):
 
 def add_cost(commands) -> None:
     from ..audit import machines
-    from ..stages import STAGES
+    from ..policy.stages import STAGES
 
     p = commands.add_parser(
         "cost", help="what training or sampling a model takes on a machine, and which term binds", epilog=COST_EXAMPLES
@@ -160,7 +161,7 @@ def run_cost(args) -> int:
     from rich.console import Console
 
     from ..audit import machines, text
-    from ..audit.cost import Shape, cost
+    from ..audit.cost_model import Shape, cost
 
     shape, machine = Shape.read(args.model), machines.get(args.machine)
     batch = int(args.batch) if args.batch else None
@@ -189,7 +190,7 @@ def run_explain(args) -> int:
     from rich.console import Console
 
     from ..audit import explain
-    from ..spec import Spec
+    from ..policy.spec import Spec
 
     console = Console(highlight=False)
     if args.spec and args.grid:
@@ -225,8 +226,8 @@ def run_explain(args) -> int:
 
 def _model(folder: Path, args):
     """(model, batches, policies, facts) of a run or of a model folder."""
-    from .. import policies
     from ..audit import hf
+    from ..policy import policies
 
     if hf.is_model(folder):
         from ..train import data

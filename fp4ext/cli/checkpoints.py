@@ -40,8 +40,8 @@ with --requantize.
 
 
 def add_export(commands) -> None:
-    from .. import policies
     from ..export import LAYOUTS
+    from ..policy import policies
 
     text = EXPORT_EXAMPLES.format(layouts=", ".join(LAYOUTS), policies=", ".join(policies.names()))
     p = commands.add_parser("export", help="a 4-bit checkpoint that others read", description=EXPORT, epilog=text)
@@ -138,7 +138,7 @@ def add_convert(commands) -> None:
 
 def run_convert(args) -> int:
     """The `convert-checkpoint` command."""
-    return _written(args, "convert", Path(args.source), requantize=args.requantize)
+    return _written(args, "convert_checkpoint", Path(args.source), requantize=args.requantize)
 
 
 def _add_target(p: Parser) -> None:
@@ -171,7 +171,7 @@ def _written(args, verb: str, source: Path, **how) -> int:
 
 def _of_run(run: Path, arm: str | None, policy: str | None):
     """A run's model, the policy to write it by, and its config.json."""
-    from .. import policies
+    from ..policy import policies
     from ..train import exported
 
     taken = exported.of_run(run, arm)

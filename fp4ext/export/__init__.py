@@ -3,7 +3,7 @@
     fp4ext.export.save(model, "out", layout="compressed-tensors")    a model, or a checkpoint's path, to 4 bits on disk
     weights = fp4ext.export.load("out")                              name → QTensor, read when asked for
     fp4ext.export.load("out", model)                                 a model whose linear layers stay packed
-    fp4ext.export.convert("out", "new", layout="modelopt")           the same bits in another layout
+    fp4ext.export.convert_checkpoint("out", "new", layout="modelopt")           the same bits in another layout
 
 A layout is a reader and a writer in a file of its own; header.py and folder.py doubt everything; writer.py leaves a
 whole checkpoint or none. docs/interchange.md has the layouts, and who has read what.
@@ -11,12 +11,12 @@ whole checkpoint or none. docs/interchange.md has the layouts, and who has read 
 
 from ..extras import export as _packages  # noqa: F401  (first: an ImportError that names the extra)
 from .checkpoint import Checkpoint
-from .convert import convert
 from .errors import Refused
-from .inspect import Inspection, inspect
+from .inspection import Inspection, inspect
 from .layouts import LAYOUTS
-from .load import load
-from .save import Report, save
+from .loading import load
+from .relayout import convert_checkpoint
+from .saving import Report, save
 from .stored import Outer, Stored
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "Refused",
     "Report",
     "Stored",
-    "convert",
+    "convert_checkpoint",
     "inspect",
     "load",
     "save",

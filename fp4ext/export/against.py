@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import formats
+from ..policy import formats
 from .stored import Stored, spread
 
 # Ties between neighbouring magnitudes i and i + 1 of E2M1 go to the even one.

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..formats import Format
+from ..policy.formats import Format
 from . import naming
 from .errors import Refused
 from .layout import Layout

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..formats import Format
-from ..qtensor import QTensor
+from ..functional.qtensor import QTensor
+from ..policy.formats import Format
 from . import fp8, layouts
 from .doubt import check_codes, check_config, check_plain
 from .errors import Refused

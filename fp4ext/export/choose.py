@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .. import described, formats, policies, policy_file, stacked
-from ..convert import CONVERTED
-from ..decision import by_names_alone, decide
-from ..experts import Experts
-from ..names import named_modules
-from ..policy import Policy
-from ..recipe import Fprop, Recipe
-from ..spec import Spec
+from ..conversion import described
+from ..conversion.decision import by_names_alone, decide
+from ..conversion.in_place import CONVERTED
+from ..conversion.names import named_modules
+from ..nn.experts import Experts
+from ..nn.transformers_experts import is_stacked, names_of_stacks
+from ..policy import formats, policies, policy_file
+from ..policy.policy import Policy
+from ..policy.recipe import Fprop, Recipe
+from ..policy.spec import Spec
 from . import module, naming, origin
 from .errors import Refused
 from .layout import Layout
@@ -140,7 +142,7 @@ def _converted(model: nn.Module) -> tuple[dict[str, Spec], dict[str, str]]:
                 why[name] = "the sampler of its policy does not quantize it"
             else:
                 specs[name] = spec
-        elif isinstance(m, nn.Linear) or stacked.is_stacked(m):
+        elif isinstance(m, nn.Linear) or is_stacked(m):
             why[name] = "the model was converted, and this was left"
     return specs, why
 
@@ -181,7 +183,7 @@ def _one(made: Chosen, name: str, src: Source, owners, specs, why, modules: dict
 def _is_matrix(m: nn.Module, leaf: str) -> bool:
     if isinstance(m, nn.Linear):
         return leaf == "weight"
-    return leaf in (m.stacks if isinstance(m, Experts) else stacked.names_of_stacks(m) if stacked.is_stacked(m) else ())
+    return leaf in (m.stacks if isinstance(m, Experts) else names_of_stacks(m) if is_stacked(m) else ())
 
 
 def _by_names(made: Chosen, src: Source, plain: list[str], policy: Policy, layout: Layout) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import MXFP4, MXFP8, NVFP4
+from ..policy.formats import MXFP4, MXFP8, NVFP4
 from .errors import Refused
 from .folder import Folder
 from .fp8 import Fp8

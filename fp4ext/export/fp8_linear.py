@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..layer_ops import by_autocast
+from ..nn.layer_ops import by_autocast
 from .fp8 import Fp8
 
 

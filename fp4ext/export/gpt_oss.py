@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import MXFP4
+from ..policy.formats import MXFP4
 from .errors import Refused
 from .folder import Folder
 from .layout import Layout, Pieces, need

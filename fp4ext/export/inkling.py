@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import NVFP4
+from ..policy.formats import NVFP4
 from .errors import Refused
 from .folder import Folder
 from .layout import Layout, Pieces, need, number

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import MXFP8, NVFP4
+from ..policy.formats import MXFP8, NVFP4
 from .folder import Folder
 from .layout import Layout, Pieces, need
 from .stored import Outer, Stored, stored

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import Format
+from ..policy.formats import Format
 from .errors import Refused
 from .folder import Folder
 from .fp8 import Fp8

@@ -5,12 +5,12 @@ from __future__ import annotations
 from .compressed_tensors import CompressedTensors
 from .errors import Refused
 from .folder import Folder
+from .fp4ext import Native
 from .gpt_oss import GptOss
 from .inkling import Inkling
 from .inkling2 import Inkling2
 from .layout import Layout, Plain
 from .modelopt import ModelOpt
-from .native import Native
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (CompressedTensors(), ModelOpt(), GptOss(), Inkling(), Inkling2(), Native())

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from .. import __version__, ops
-from ..formats import MXFP8, NVFP4
+from .. import __version__
+from ..functional import ops
+from ..policy.formats import MXFP8, NVFP4
 from .comfy import Nibbles
 from .errors import Refused
 from .folder import Folder

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from ..names import named_modules, unwrapped
-from ..qtensor import QTensor
-from ..quantized import QuantizedExperts, QuantizedLinear, QuantizedStacked
+from ..conversion.names import named_modules, unwrapped
+from ..functional.qtensor import QTensor
+from ..nn.packed_layers import QuantizedExperts, QuantizedLinear, QuantizedStacked
 from . import origin
 from .checkpoint import Checkpoint
 from .fp8 import Fp8

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..names import named_modules
-from ..qtensor import QTensor
-from ..quantized import QuantizedStacked
-from ..stacked import is_stacked, names_of_stacks
+from ..conversion.names import named_modules
+from ..functional.qtensor import QTensor
+from ..nn.packed_layers import QuantizedStacked
+from ..nn.transformers_experts import is_stacked, names_of_stacks
 from . import naming
 from .stored import interleave, separate
 

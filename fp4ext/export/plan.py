@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .. import formats
-from ..spec import Spec
+from ..policy import formats
+from ..policy.spec import Spec
 from . import naming
 from .choose import Chosen
 from .errors import Refused

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import policy_file
-from ..policy import Policy
+from ..policy import policy_file
+from ..policy.policy import Policy
 from .choose import Chosen
 from .errors import Refused
 from .folder import read_object

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..formats import Format
-from ..qtensor import QTensor
+from ..functional.qtensor import QTensor
+from ..policy.formats import Format
 from . import kv_cache, naming
 from .checkpoint import Checkpoint
 from .errors import Refused

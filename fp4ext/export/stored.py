@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..qtensor import QTensor
+from ..functional.qtensor import QTensor
+from ..policy import formats
 from .errors import Refused
 
 ONE = torch.ones(())

@@ -14,7 +14,6 @@
 It is written from docs/numerics.md alone, without sight of the C++ that must agree with it.
 """
 
-from .attention import attention, exp2
 from .block_scale import e8m0_scales, nvfp4_scales, outer_scales
 from .elements import (
     decode_e2m1,
@@ -30,12 +29,13 @@ from .elements import (
     pack_nibbles,
     unpack_nibbles,
 )
-from .gemm import gemm
+from .gemms import gemm
 from .grouped import grouped_gemm, grouped_quantize
 from .hadamard import effective_n, inverse_rht, rht, signs
+from .invariant_attention import attention, exp2
 from .layout import swizzle, unswizzle
 from .philox import element_bits, philox4x32
-from .quantize import amax_of, dequantize, quantize
+from .quantization import amax_of, dequantize, quantize
 
 __all__ = [
     "amax_of",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..formats import E2M1, E4M3, Element
+from ..policy.formats import E2M1, E4M3, Element
 from .elements import E2M1_VALUES, decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3
 from .fp32 import FLT_MAX, at_most, bits, divide, f32, from_bits, sum_in_order
 

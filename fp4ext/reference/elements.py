@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import E4M3, E5M2
+from ..policy.formats import E4M3, E5M2
 from .fp32 import bits, f32, from_bits
 
 NAN = 0x7F  # of E4M3 and E5M2, before the sign

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .. import formats
-from .gemm import gemm
+from ..policy import formats
+from .gemms import gemm
 from .philox import Rng
-from .quantize import _spec, quantize
+from .quantization import _spec, quantize
 
 
 def grouped_quantize(x: torch.Tensor, spec, offsets: torch.Tensor | None = None, axis: int = -1, rng=None, role="x"):

@@ -13,7 +13,7 @@ from ..extras import train as _packages  # noqa: F401  (first: an ImportError th
 from .config import Config
 from .errors import Refused, Stopped
 from .presets import PRESETS, Preset, Shape
-from .pretrain import pretrain, resume
+from .pretraining import pretrain, resume
 from .result import Result, Row
 
 __all__ = ["PRESETS", "Config", "Preset", "Refused", "Result", "Row", "Shape", "Stopped", "pretrain", "resume"]

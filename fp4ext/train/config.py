@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import fp4ext
-from fp4ext import policy_file
+from fp4ext.policy import policy_file
 
 from . import arm, bf16, inkling2, presets, task, typed
 from .data import TASK, is_task

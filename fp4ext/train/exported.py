@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp4ext import Policy, export, policies, policy_file
+from fp4ext import Policy, export
 from fp4ext.export import Checkpoint
+from fp4ext.policy import policies, policy_file
 
 from . import cache, checkpoint, inkling2, invariant, run
 from .config import Config

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fp4ext
-from fp4ext import stacked
+from fp4ext.nn import transformers_experts
 
 from . import bf16
 from .errors import Refused
@@ -117,13 +117,13 @@ def convert(model: nn.Module, policy: fp4ext.Policy) -> fp4ext.Report:
     else:
         fp4ext.revert(model)
         for name, module in model.named_modules():
-            if stacked.is_stacked(module):
-                stacked.swap(module)
+            if transformers_experts.is_stacked(module):
+                transformers_experts.swap(module)
                 module.set_policy(policy, name)
         report = fp4ext.Report(policy.name)
     native = bf16.native(next(model.parameters()).device)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, stacked.Stacked)) and not policy.keeps(name):
+        if isinstance(module, (nn.Linear, transformers_experts.Stacked)) and not policy.keeps(name):
             _in_bf16(module)
             if not native:
                 bf16.serve(module)
@@ -136,7 +136,7 @@ def decoded(shape: Shape, model: nn.Module, policy: fp4ext.Policy) -> nn.Module:
     plain = build(shape, seed=0)
     plain.load_state_dict(model.state_dict())
     for name, module in plain.named_modules():
-        if stacked.is_stacked(module):
+        if transformers_experts.is_stacked(module):
             spec = policy.recipe("rl_sampler", name).fprop.w
             for w in module.parameters(recurse=False):
                 w.copy_(fp4ext.grouped_quantize(w, spec, role="w").dequantize(torch.float32))

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp4ext
-from fp4ext.activation import swiglu
+from fp4ext.nn.activation import swiglu
 
 from .cache import Past, rounded
 from .moe import MoE

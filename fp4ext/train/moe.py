@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import fp4ext
-from fp4ext.grouped import expert_ends
+from fp4ext.functional.grouped import expert_ends
 
 from . import invariant
 from .presets import Shape

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 import fp4ext
-from fp4ext import policies, policy_file
+from fp4ext import policies
 from fp4ext.audit import advise, machines
 from fp4ext.audit.advice import Score, _scores
+from fp4ext.policy import policy_file
 
 MACHINE = machines.get("gb300")
 

@@ -9,8 +9,8 @@ from fp4ext.audit import Monitor, advise, live, machines
 from fp4ext.audit.capture import bare, capture, layers_of, under
 from fp4ext.audit.layer import operands, products
 from fp4ext.audit.operand import measure
-from fp4ext.experts import Experts, grouped_linear
-from fp4ext.grouped import grouped_quantize
+from fp4ext.functional.grouped import grouped_quantize
+from fp4ext.nn.experts import Experts, grouped_linear
 from fp4ext.testing import assert_bytes_equal, generate
 
 from .conftest import MIXTURE
@@ -79,7 +79,7 @@ def test_a_contraction_with_padding_is_no_drift(rows):
 
 
 def test_a_sound_mixture_has_no_faults(mixture, batches):
-    report = fp4ext.audit(mixture, batches, ["end_to_end"], draws=12)
+    report = fp4ext.audit.measure(mixture, batches, ["end_to_end"], draws=12)
     assert not report.faults
     assert {GATE_UP, DOWN} <= report.layers.keys() and len(report.layers) == 2 * (2 + 2 + 2)
     assert {GATE_UP, DOWN} <= report.ratios["end_to_end"].keys()
@@ -89,7 +89,7 @@ def test_a_sound_mixture_has_no_faults(mixture, batches):
 def test_planted_faults_are_named_by_stack_and_operand(mixture, batches):
     drown(mixture.blocks[0].mlp.experts, expert=2)
     policy = planted("blocks.1.mlp.experts", "blocks.0.mlp.experts")
-    report = fp4ext.audit(mixture, batches, [policy], draws=12)
+    report = fp4ext.audit.measure(mixture, batches, [policy], draws=12)
     found = named(report)
     drift = {(name, "dgrad", what, "drift") for name in (GATE_UP, DOWN) for what in ("dy", "dx")}
     first = [f"blocks.0.mlp.experts.{stack}" for stack in ("gate_up_proj", "down_proj")]
@@ -139,12 +139,12 @@ def test_transformers_experts_are_audited(tmp_path):
     tokens = torch.randint(0, VOCAB, (2, 2, 24))
     batches = [{"input_ids": t, "labels": t} for t in tokens]
     kinds = {name: type(m) for name, m in model.named_modules()}
-    report = fp4ext.audit(model, batches, ["end_to_end"], draws=3, tokens=64)
+    report = fp4ext.audit.measure(model, batches, ["end_to_end"], draws=3, tokens=64)
     assert kinds == {name: type(m) for name, m in model.named_modules()}
     names = [f"model.layers.{i}.mlp.experts.{stack}" for i in range(2) for stack in ("gate_up_proj", "down_proj")]
     assert set(names) <= report.layers.keys() and report.layers[names[0]]["shape"] == (4, 64, 64)
     fp4ext.convert(model, "nvidia")
-    again = fp4ext.audit(model, batches, ["end_to_end"], draws=3, tokens=64)
+    again = fp4ext.audit.measure(model, batches, ["end_to_end"], draws=3, tokens=64)
     a, b = (
         {(r.module, r.gemm, r.what): r.measured.mse for r in x.rows["end_to_end"] if r.module in names}
         for x in (report, again)
@@ -190,5 +190,7 @@ def test_experts_alone():
     torch.manual_seed(0)
     experts = Experts(3, 64, 32, policy="end_to_end")
     batch = generate("gaussian", 40, 64), torch.tensor([8, 8, 40], dtype=torch.int32)
-    report = fp4ext.audit(experts, [batch], ["end_to_end"], draws=3, loss=lambda model, b: model(*b).square().sum())
+    report = fp4ext.audit.measure(
+        experts, [batch], ["end_to_end"], draws=3, loss=lambda model, b: model(*b).square().sum()
+    )
     assert list(report.layers) == ["gate_up_proj", "down_proj"] and len(report.rows["end_to_end"]) == 18

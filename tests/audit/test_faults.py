@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fp4ext
-from fp4ext import Dgrad, Fprop, Recipe, Spec, layer_ops, policies
+from fp4ext import Dgrad, Fprop, Recipe, Spec, policies
 from fp4ext.audit import capture
-from fp4ext.noise import SQRT3
+from fp4ext.nn import layer_ops
+from fp4ext.nn.noise import SQRT3
 
 from .conftest import PRESET
 
@@ -40,7 +41,7 @@ def drowned_weight(model, block):
 
 
 def test_a_sound_model_has_no_faults(model, batches):
-    report = fp4ext.audit(model, batches, ["end_to_end"], draws=DRAWS)
+    report = fp4ext.audit.measure(model, batches, ["end_to_end"], draws=DRAWS)
     assert not report.faults
     assert len(report.layers) == 8 and len(report.rows["end_to_end"]) == 8 * 9
     assert min(report.ratios["end_to_end"].values()) > SQRT3
@@ -50,7 +51,7 @@ def test_a_sound_model_has_no_faults(model, batches):
 def test_planted_faults_are_named_and_none_elsewhere(model, batches):
     drowned_weight(model, 1)
     policy = planted("blocks.0.mlp.down", "blocks.0.mlp.gate_up")
-    report = fp4ext.audit(model, batches, [policy], draws=DRAWS)
+    report = fp4ext.audit.measure(model, batches, [policy], draws=DRAWS)
     found = named(report)
     drift = {("blocks.0.mlp.down", "dgrad", what, "drift") for what in ("dy", "dx")}
     saturation = {("blocks.0.mlp.gate_up", "fprop", "x", "saturation")}
@@ -72,7 +73,7 @@ def test_a_fault_in_the_code_is_named_too(model, batches, monkeypatch):
     name = "blocks.1.mlp.gate_up"
     layer_dy = capture.capture(model, batches, [name])[name].dy
     monkeypatch.setattr(layer_ops, "_both_ways", faulty)
-    report = fp4ext.audit(model, batches, ["end_to_end"], draws=DRAWS)
+    report = fp4ext.audit.measure(model, batches, ["end_to_end"], draws=DRAWS)
     assert named(report) == {(name, "dgrad", "dx", "drift")}
     (fault,) = report.faults
     assert fault.size == pytest.approx(9e-4, rel=0.25)  # 0.03²
@@ -85,7 +86,7 @@ def test_the_model_is_what_it_was(model, batches):
     fp4ext.convert(model, "nvidia")
     before = {n: (type(m), getattr(m, "policy", None)) for n, m in model.named_modules()}
     torch.manual_seed(3)
-    fp4ext.audit(model, batches[:1], ["mxfp8"], draws=3, tokens=64)
+    fp4ext.audit.measure(model, batches[:1], ["mxfp8"], draws=3, tokens=64)
     drawn = torch.rand(3)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(3))
@@ -95,13 +96,13 @@ def test_the_model_is_what_it_was(model, batches):
 
 def test_what_cannot_be_audited_is_refused(model, batches):
     with pytest.raises(ValueError, match="batches is empty"):
-        fp4ext.audit(model, [])
+        fp4ext.audit.measure(model, [])
     with pytest.raises(ValueError, match="draws is 2; accepted: from 3"):
-        fp4ext.audit(model, batches, draws=2)
+        fp4ext.audit.measure(model, batches, draws=2)
     with pytest.raises(ValueError, match="unknown policy"):
-        fp4ext.audit(model, batches, ["int4"])
+        fp4ext.audit.measure(model, batches, ["int4"])
     with pytest.raises(TypeError, match="accepted: a scalar loss"):
-        fp4ext.audit(model, [batches[0][:1]])
+        fp4ext.audit.measure(model, [batches[0][:1]])
 
 
 def test_a_policy_that_takes_no_layer_is_no_clean_bill():
@@ -113,6 +114,6 @@ def test_a_policy_that_takes_no_layer_is_no_clean_bill():
 
     model = torch.nn.Sequential(Special(64, 64))
     with pytest.raises(ValueError, match="policy nvidia converts no layer of this model; .*subclass of nn.Linear"):
-        fp4ext.audit(model, [(torch.randn(4, 64),)], ["end_to_end", "nvidia"][1:])
+        fp4ext.audit.measure(model, [(torch.randn(4, 64),)], ["end_to_end", "nvidia"][1:])
     with pytest.raises(ValueError, match="end_to_end converts no layer"):
-        fp4ext.audit(model, [(torch.randn(4, 64),)])
+        fp4ext.audit.measure(model, [(torch.randn(4, 64),)])

@@ -52,14 +52,14 @@ def test_a_run_keeps_its_bits_and_gains_lines(text, tmp_path):
 def test_policy_files_are_arms(text, tmp_path):
     mine = policies.get("nvidia").with_(name="mine", keep_last=0.5).log_stats(every=4)
     path = tmp_path / "mine.json"
-    path.write_text(fp4ext.policy_file.dumps(mine, form="json"))
+    path.write_text(fp4ext.policy.policy_file.dumps(mine, form="json"))
     c = Config(SHORT, policies=["bf16", str(path)], data=[text], threads=1)
     result = pretrain(c, tmp_path / "run", tensorboard=False)
     assert [row.policy for row in result.rows] == ["bf16", "mine"] and result.rows[1].converted == 4
     assert any("stats" in line for line in run.read_metrics(tmp_path / "run"))
     path.unlink()  # the run has it
     assert resume(tmp_path / "run").rows == result.rows
-    path.write_text(fp4ext.policy_file.dumps(mine.with_(name="nvidia"), form="json"))
+    path.write_text(fp4ext.policy.policy_file.dumps(mine.with_(name="nvidia"), form="json"))
     with pytest.raises(fp4ext.train.Refused, match="names its policy 'nvidia'; accepted: a name of its own"):
         Config(SHORT, policies=[str(path)], data=[text])
     with pytest.raises(fp4ext.train.Refused, match="policy file .*none.toml: No such file"):

@@ -6,8 +6,9 @@ import json
 import pytest
 
 import fp4ext
-from fp4ext import Recipe, policies, policy_file
+from fp4ext import Recipe, policies
 from fp4ext.cli import main
+from fp4ext.policy import policy_file
 from fp4ext.train import Config, bf16, checkpoint, pretrain
 from fp4ext.train.load import load
 
@@ -49,7 +50,7 @@ def test_planted_faults_of_a_run(run, tmp_path, capsys):
     folder, kind = run
     preset, biased, saturating, drowned = KINDS[kind]
     sound = load(folder)
-    report = fp4ext.audit(sound.model, sound.batches, ["end_to_end"], draws=12, tokens=256)
+    report = fp4ext.audit.measure(sound.model, sound.batches, ["end_to_end"], draws=12, tokens=256)
     assert named(report) == set()
 
     manifest, files = checkpoint.load(folder / "checkpoints")

@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import save as to_bytes
 
 from fp4ext import Spec, quantize
-from fp4ext.export import Refused, convert, inspect, load
+from fp4ext.export import Refused, convert_checkpoint, inspect, load
 from fp4ext.export.fp8 import Fp8
 from fp4ext.export.header import DTYPES
-from fp4ext.qtensor import QTensor
+from fp4ext.functional.qtensor import QTensor
 from fp4ext.testing import assert_bytes_equal, generate
 
 LIMIT = 10  # seconds of CPU time a folder
@@ -296,7 +296,7 @@ def _judged(source: Path, out: Path, target: str) -> str:
     if not values:
         return "read"
     try:
-        report = convert(source, out, target)
+        report = convert_checkpoint(source, out, target)
     except Refused as error:
         assert not out.exists() and str(error).isprintable()
         return "read"

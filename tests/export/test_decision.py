@@ -9,8 +9,8 @@ from torch import nn
 
 import fp4ext
 from fp4ext import QuantizedLinear, policies
+from fp4ext.conversion.names import named_modules
 from fp4ext.export import load, save
-from fp4ext.names import named_modules
 from fp4ext.testing import assert_bytes_equal
 
 from .architectures import MODELS, build

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp4ext import Spec, quantize
-from fp4ext.export import LAYOUTS, Refused, convert, load, save
+from fp4ext.export import LAYOUTS, Refused, convert_checkpoint, load, save
 from fp4ext.testing import assert_bytes_equal
 
 from .models import folder_of
@@ -73,8 +73,8 @@ CHAINS = [
 def test_there_and_back_is_the_same_file(one, other, tmp_path):
     source, _ = experts("alternating")
     save(source, tmp_path / "a", one)
-    forth = convert(tmp_path / "a", tmp_path / "b", other)
-    back = convert(tmp_path / "b", tmp_path / "c", one)
+    forth = convert_checkpoint(tmp_path / "a", tmp_path / "b", other)
+    back = convert_checkpoint(tmp_path / "b", tmp_path / "c", one)
     assert not forth.lost and not back.lost and not forth.left
     before, after = (load_file(tmp_path / x / "model.safetensors") for x in "ac")
     assert before.keys() == after.keys()
@@ -87,8 +87,8 @@ def test_gpt_oss_there_and_back(other, tmp_path):
     """Its rows alternate under a name that elsewhere promises halves."""
     source, _ = experts("gpt-oss")
     save(folder_of(tmp_path / "in", source, {"model_type": "gpt_oss"}), tmp_path / "a", "gpt-oss")
-    convert(tmp_path / "a", tmp_path / "b", other)
-    convert(tmp_path / "b", tmp_path / "c", "gpt-oss")
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", other)
+    convert_checkpoint(tmp_path / "b", tmp_path / "c", "gpt-oss")
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "c/model.safetensors").read_bytes()
 
 
@@ -111,8 +111,8 @@ def test_experts_of_a_stack_are_quantized_alike(tmp_path):
 def test_mxfp8_experts_there_and_back(one, other, tmp_path):
     source, truth = experts("stacked")
     save(source, tmp_path / "a", one, policy="mxfp8")
-    convert(tmp_path / "a", tmp_path / "b", other)
-    convert(tmp_path / "b", tmp_path / "c", one)
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", other)
+    convert_checkpoint(tmp_path / "b", tmp_path / "c", one)
     before, after = (load_file(tmp_path / x / "model.safetensors") for x in "ac")
     assert before.keys() == after.keys()
     for name, t in before.items():
@@ -158,7 +158,7 @@ def test_inkling2_is_lossless_to_its_loader_or_says_so(via, rule, seed, tmp_path
         if i == 0:
             report = save(source, tmp_path / "0", layout, policy=Spec("nvfp4", rule, outer="tensor"))
         else:
-            report = convert(tmp_path / f"{i - 1}", tmp_path / f"{i}", layout)
+            report = convert_checkpoint(tmp_path / f"{i - 1}", tmp_path / f"{i}", layout)
         lost |= report.lost
     (name,) = load(tmp_path / f"{i}")
     folder = load(tmp_path / f"{i}").folder

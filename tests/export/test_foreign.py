@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import fp4ext
 from fp4ext import Spec, quantize
 from fp4ext.cli import main
-from fp4ext.export import Refused, Stored, convert, inspect, load, save
+from fp4ext.export import Refused, Stored, convert_checkpoint, inspect, load, save
 from fp4ext.testing import assert_bytes_equal
 
 from .models import folder_of
@@ -54,7 +54,7 @@ def test_modelopts_files_for_comfyui(n, k, tmp_path):
     checkpoint = load(tmp_path / "m.safetensors")
     assert checkpoint.shape("m.w.weight") == (n, k)
     same(checkpoint["m.w.weight"], q)
-    convert(tmp_path / "m.safetensors", tmp_path / "out", "compressed-tensors")
+    convert_checkpoint(tmp_path / "m.safetensors", tmp_path / "out", "compressed-tensors")
     same(load(tmp_path / "out")["m.w.weight"], q)
     assert not inspect(tmp_path / "m.safetensors").faults
 
@@ -67,7 +67,7 @@ def test_comfyuis_own_files(n, k, tmp_path):
     pieces["m.w.weight"] = q.codes << 4 | q.codes >> 4
     save_file(pieces, tmp_path / "m.safetensors")
     same(load(tmp_path / "m.safetensors")["m.w.weight"], q)
-    convert(tmp_path / "m.safetensors", tmp_path / "out", "modelopt")
+    convert_checkpoint(tmp_path / "m.safetensors", tmp_path / "out", "modelopt")
     same(load(tmp_path / "out")["m.w.weight"], q)
     assert "m.w.comfy_quant" not in load(tmp_path / "out").folder.slots
 
@@ -159,7 +159,7 @@ def test_metadata_that_is_not_kept_is_reported(layout, tmp_path):
     save_file({"m.w.weight": weight(64, 64)}, tmp_path / "m.safetensors", {"format": "pt", "author": "a"})
     report = save(tmp_path / "m.safetensors", tmp_path / "out", layout)
     assert report.aside == {"metadata 'author'": "metadata of the files"} and "not copied: metadata" in str(report)
-    assert not convert(tmp_path / "out", tmp_path / "two", layout).aside
+    assert not convert_checkpoint(tmp_path / "out", tmp_path / "two", layout).aside
 
 
 MX8 = quantize(weight(64, 64), "mxfp8")
@@ -232,7 +232,7 @@ def test_kv_cache_scales_and_schemes_survive(source, to, tmp_path):
     else:
         about = {"quant_method": source, "kv_cache_scheme": scheme}
         folder_of(tmp_path / "in", ct(q, "0") | scales, {"quantization_config": about})
-    report = convert(tmp_path / "in", tmp_path / "out", to)
+    report = convert_checkpoint(tmp_path / "in", tmp_path / "out", to)
     folder = load(tmp_path / "out").folder
     assert all(torch.equal(folder.read(name), t) for name, t in scales.items())
     if to == "inkling2":
@@ -245,7 +245,7 @@ def test_kv_cache_scales_and_schemes_survive(source, to, tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
     with pytest.warns(UserWarning, match="k_scale.* and 1 more"):
         load(tmp_path / "out", model)
-    convert(tmp_path / "out", tmp_path / "back", source)
+    convert_checkpoint(tmp_path / "out", tmp_path / "back", source)
     assert load(tmp_path / "back").folder.config["quantization_config"]["kv_cache_scheme"] == scheme
 
 
@@ -257,11 +257,11 @@ def test_a_missing_input_scale_is_a_fault_and_the_others_are_kept(tmp_path):
     two = modelopt(quantize(weight(64, 64), SWEEP), "m.b")
     folder_of(tmp_path / "in", one | two, {}, hf_quant_config={"quantization": {"quant_algo": "NVFP4"}})
     assert "'m.b.weight' has no input scale, 1 others have one" in inspect(tmp_path / "in").faults[0]
-    convert(tmp_path / "in", tmp_path / "ct", "compressed-tensors")
+    convert_checkpoint(tmp_path / "in", tmp_path / "ct", "compressed-tensors")
     groups = json.loads((tmp_path / "ct/config.json").read_text())["quantization_config"]["config_groups"]
     said = {t: g["input_activations"] is not None for g in groups.values() for t in g["targets"]}
     assert said == {"m.a": True, "m.b": False}
-    convert(tmp_path / "ct", tmp_path / "mo", "modelopt")
+    convert_checkpoint(tmp_path / "ct", tmp_path / "mo", "modelopt")
     about = json.loads((tmp_path / "mo/hf_quant_config.json").read_text())["quantization"]
     assert {n: a["quant_algo"] for n, a in about["quantized_layers"].items()} == {"m.a": "NVFP4", "m.b": "W4A16_NVFP4"}
     for folder in ("ct", "mo"):
@@ -281,7 +281,7 @@ def expert_files(tmp_path, maxima, layout="modelopt", outer=SWEEP):
 @pytest.mark.parametrize("to", ["inkling", "inkling2", "fp4ext"])
 def test_a_stack_takes_the_largest_input(to, tmp_path):
     expert_files(tmp_path / "in", (1, 100, 10), outer=Spec("nvfp4", "amax", outer="pow2"))
-    report = convert(tmp_path / "in", tmp_path / "out", to, requantize=True)
+    report = convert_checkpoint(tmp_path / "in", tmp_path / "out", to, requantize=True)
     there = load(tmp_path / "out")
     if to == "inkling":
         assert all(there.weight(n).input_amax.item() == 100 for n in there)
@@ -294,16 +294,18 @@ def test_a_stack_takes_the_largest_input(to, tmp_path):
 
 def test_what_bf16_does_to_an_input_maximum_is_said(tmp_path):
     expert_files(tmp_path / "in", (1.001, 1.001), outer=Spec("nvfp4", "amax", outer="pow2"))
-    report = convert(tmp_path / "in", tmp_path / "out", "inkling", requantize=True)
+    report = convert_checkpoint(tmp_path / "in", tmp_path / "out", "inkling", requantize=True)
     assert "input_amax is rounded to BF16" in str(report.lost)
 
 
 def test_a_divisor_without_a_multiplier_is_said_by_fp4ext_too(tmp_path):
     q = quantize(weight(64, 64), SWEEP)
     folder_of(tmp_path / "in", ct(q, weight_global_scale=torch.tensor([3584.0])))
-    assert "global_scale is rounded" in convert(tmp_path / "in", tmp_path / "out", "fp4ext").lost["m.w.weight"]
+    assert (
+        "global_scale is rounded" in convert_checkpoint(tmp_path / "in", tmp_path / "out", "fp4ext").lost["m.w.weight"]
+    )
     folder_of(tmp_path / "in2", ct(q, weight_global_scale=torch.tensor([4096.0])))
-    assert not convert(tmp_path / "in2", tmp_path / "out2", "fp4ext").lost
+    assert not convert_checkpoint(tmp_path / "in2", tmp_path / "out2", "fp4ext").lost
 
 
 # Gate and up, and stacks
@@ -313,8 +315,8 @@ def test_a_divisor_without_a_multiplier_is_said_by_fp4ext_too(tmp_path):
 def test_requantize_leads_out_of_two_outer_scales(to, tmp_path):
     expert_files(tmp_path / "in", (None, None), outer=Spec("nvfp4", "amax", outer="tensor"))
     with pytest.raises(Refused, match="outer scales that differ.*or requantize"):
-        convert(tmp_path / "in", tmp_path / "out", to)
-    report = convert(tmp_path / "in", tmp_path / "out", to, requantize=True)
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", to)
+    report = convert_checkpoint(tmp_path / "in", tmp_path / "out", to, requantize=True)
     there = load(tmp_path / "out")["m.experts.w13_weight"].dequantize(torch.float32)
     gate = load(tmp_path / "in")["m.experts.1.gate_proj.weight"].dequantize(torch.float32)
     assert ((there[1, 0::2] - gate).norm() / gate.norm()) < 0.15 and "quantized anew" in str(report.lost)
@@ -324,8 +326,8 @@ def test_requantize_leads_out_of_two_formats(tmp_path):
     x = {f"m.experts.{e}.down_proj.weight": quantize(weight(64, 64, seed=e), ("nvfp4", "mxfp8")[e]) for e in range(2)}
     save(x, tmp_path / "in", "modelopt")
     with pytest.raises(Refused):
-        convert(tmp_path / "in", tmp_path / "out", "inkling2")
-    report = convert(tmp_path / "in", tmp_path / "out", "inkling2", requantize=True)
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", "inkling2")
+    report = convert_checkpoint(tmp_path / "in", tmp_path / "out", "inkling2", requantize=True)
     there = load(tmp_path / "out")["m.experts.w2_weight"]
     assert there.shape == (2, 64, 64) and report.lost
     for e in range(2):
@@ -339,10 +341,10 @@ def test_a_stack_that_is_a_modules_weight(tmp_path):
     pieces = {"m.fused.weight": q.codes, "m.fused.weight_scale": q.scales, "m.fused.weight_scale_2": q.global_scale}
     folder_of(tmp_path / "in", {n: t.flatten() if n.endswith("_2") else t for n, t in pieces.items()})
     same(load(tmp_path / "in")["m.fused.weight"], q)
-    convert(tmp_path / "in", tmp_path / "out", "modelopt")
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", "modelopt")
     same(load(tmp_path / "out")["m.fused.weight"], q)
     with pytest.raises(Refused, match="m.fused.weight.*accepted in compressed-tensors: matrices"):
-        convert(tmp_path / "in", tmp_path / "ct", "compressed-tensors")
+        convert_checkpoint(tmp_path / "in", tmp_path / "ct", "compressed-tensors")
     assert not (tmp_path / "ct").exists()
 
 

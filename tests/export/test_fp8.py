@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fp4ext
-from fp4ext.export import Refused, convert, inspect, load, save
+from fp4ext.export import Refused, convert_checkpoint, inspect, load, save
 from fp4ext.export.fp8 import Fp8
 from fp4ext.export.fp8_linear import Fp8Linear
 from fp4ext.testing import assert_bytes_equal
@@ -116,12 +116,12 @@ def test_kept_as_they_are(layout, name, tmp_path):
     folder_of(tmp_path / "in", pieces | (nvfp4() if layout in ("modelopt", "compressed-tensors", "fp4ext") else {}))
     if kind.startswith("fp8_e5m2") and layout == "compressed-tensors":
         with pytest.raises(Refused, match="fp8_e5m2/tensor .*; accepted in compressed-tensors: E4M3"):
-            convert(tmp_path / "in", tmp_path / "out", layout)
+            convert_checkpoint(tmp_path / "in", tmp_path / "out", layout)
         return
-    report = convert(tmp_path / "in", tmp_path / "out", layout)
+    report = convert_checkpoint(tmp_path / "in", tmp_path / "out", layout)
     assert report.quantized["m.w.weight"] == kind and kind in str(report)
     assert ("m.w.weight" in report.lost) == (layout not in ("modelopt", "compressed-tensors"))
-    convert(tmp_path / "out", tmp_path / "back", "modelopt")
+    convert_checkpoint(tmp_path / "out", tmp_path / "back", "modelopt")
     for folder in ("out", "back"):
         there = load(tmp_path / folder)
         w = there["m.w.weight"]
@@ -138,7 +138,7 @@ def test_what_the_configs_say(tmp_path):
     for i, name in enumerate(("tensor []", "channel [N]", "block")):
         pieces |= case(name, f"m.{i}")[0]
     folder_of(tmp_path / "in", pieces | {"m.0.input_scale": torch.tensor(0.5)})
-    convert(tmp_path / "in", tmp_path / "ct", "compressed-tensors")
+    convert_checkpoint(tmp_path / "in", tmp_path / "ct", "compressed-tensors")
     about = json.loads((tmp_path / "ct/config.json").read_text())["quantization_config"]
     said = {t: (g["format"], g["weights"]["strategy"]) for g in about["config_groups"].values() for t in g["targets"]}
     assert said == {
@@ -148,7 +148,7 @@ def test_what_the_configs_say(tmp_path):
         "m.2": ("float-quantized", "block"),
     }
     assert about["ignore"] == [] and about["format"] == "mixed-precision"
-    convert(tmp_path / "ct", tmp_path / "mo", "modelopt")
+    convert_checkpoint(tmp_path / "ct", tmp_path / "mo", "modelopt")
     quantization = json.loads((tmp_path / "mo/hf_quant_config.json").read_text())["quantization"]
     assert {name: layer["quant_algo"] for name, layer in quantization["quantized_layers"].items()} == {
         "m.nv": "W4A16_NVFP4",
@@ -166,7 +166,7 @@ def test_compressed_tensors_decompresses_what_is_written(tmp_path):
     for i, name in enumerate(("tensor []", "channel [N]", "block")):
         pieces, truth, _ = case(name)
         folder_of(tmp_path / f"in{i}", pieces)
-        convert(tmp_path / f"in{i}", tmp_path / f"out{i}", "compressed-tensors")
+        convert_checkpoint(tmp_path / f"in{i}", tmp_path / f"out{i}", "compressed-tensors")
         about = json.loads((tmp_path / f"out{i}/config.json").read_text())["quantization_config"]
         config = QuantizationConfig.model_validate(about)
         scheme = config.config_groups["group_0"]
@@ -196,7 +196,7 @@ def test_in_a_model(name, tmp_path):
     )
     model = torch.nn.Sequential(torch.nn.Linear(K, N), torch.nn.Linear(64, 96, bias=False))
     load(tmp_path / "in", model)
-    assert isinstance(model[0], Fp8Linear) and isinstance(model[1], fp4ext.quantized.QuantizedLinear)
+    assert isinstance(model[0], Fp8Linear) and isinstance(model[1], fp4ext.nn.packed_layers.QuantizedLinear)
     x = torch.randn(5, K)
     for made in (model, copy.deepcopy(model), model.to(torch.bfloat16).float()):
         assert_bytes_equal(made[0](x), torch.nn.functional.linear(x, truth, torch.ones(N)))
@@ -277,7 +277,7 @@ def test_modelopts_own_exports(config, tmp_path):
     for name in fp8:
         got, was = there[name].dequantize(torch.float32), plain[name].float()
         assert bool(((got - was).abs() <= 2**-4 * was.abs() + 2**-9 * was.abs().max()).all()), name
-    convert(theirs, tmp_path / "out", "compressed-tensors")
+    convert_checkpoint(theirs, tmp_path / "out", "compressed-tensors")
     again = load(tmp_path / "out")
     for name in fp8:
         assert_bytes_equal(again[name].codes, there[name].codes)
@@ -290,7 +290,7 @@ def test_modelopts_nvfp4_beside_fp8(tmp_path):
     there = load(theirs)
     kinds = {name.split(".")[2]: type(there[name]).__name__ for name in there if ".mlp." in name and "weight" in name}
     assert kinds == {"0": "QTensor", "1": "Fp8"} and not inspect(theirs).faults
-    report = convert(theirs, tmp_path / "out", "compressed-tensors")
+    report = convert_checkpoint(theirs, tmp_path / "out", "compressed-tensors")
     assert sorted(set(report.quantized.values())) == ["fp8_e4m3/tensor", "nvfp4"]
     kept = models.opened(tmp_path / "out")
     assert models.logits(kept).isfinite().all()
@@ -306,6 +306,6 @@ def test_modelopts_kv_cache(tmp_path):
     there = load(theirs)
     scales = [name for name in there if name.endswith((".k_scale", ".v_scale"))]
     assert len(scales) == 4
-    convert(theirs, tmp_path / "out", "compressed-tensors")
+    convert_checkpoint(theirs, tmp_path / "out", "compressed-tensors")
     about = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert about["kv_cache_scheme"]["num_bits"] == 8 and set(scales) <= set(load(tmp_path / "out"))

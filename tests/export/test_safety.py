@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import fp4ext
 from fp4ext.cli import main
-from fp4ext.export import Refused, convert, inspect, load, save
+from fp4ext.export import Refused, convert_checkpoint, inspect, load, save
 from fp4ext.export.errors import shown
 from fp4ext.export.folder import Folder
 from fp4ext.export.writer import Writer
@@ -206,7 +206,7 @@ def test_weights_in_a_file_that_the_index_does_not_name(indexed, tmp_path):
     report = save(folder, tmp_path / "out", "compressed-tensors")
     assert "mtp.q_proj.weight" in report.quantized and "mtp.q_proj.weight" in load(tmp_path / "out")
     assert report.aside == dict.fromkeys(("consolidated.safetensors", "model.fp16.safetensors"), "other weights")
-    assert "mtp.q_proj.weight" in convert(tmp_path / "out", tmp_path / "two", "modelopt").quantized
+    assert "mtp.q_proj.weight" in convert_checkpoint(tmp_path / "out", tmp_path / "two", "modelopt").quantized
     assert "not copied: consolidated.safetensors" in str(report)
 
 

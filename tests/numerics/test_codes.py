@@ -7,7 +7,7 @@ import torch
 
 import fp4ext
 from fp4ext import formats, gemm, quantize
-from fp4ext.qtensor import QTensor
+from fp4ext.functional.qtensor import QTensor
 from fp4ext.testing import assert_bytes_equal
 
 ML = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fp4ext
 from fp4ext import reference
-from fp4ext.reference.attention import exp2
+from fp4ext.functional import ops
+from fp4ext.reference.invariant_attention import exp2
 from fp4ext.testing import assert_bytes_equal, generate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,7 +26,7 @@ def qkv(batch, heads, groups, m, t, d, seed=0, dtype=torch.float32, kv_dtype=Non
 
 
 def attention(q, k, v, start=None, scale=None):
-    return fp4ext.ops.attention(q, k, v, start, q.shape[-1] ** -0.5 if scale is None else scale)
+    return ops.attention(q, k, v, start, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def check(each_isa, q, k, v, start=None, scale=None):

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 import fp4ext
 from fp4ext import formats
-from fp4ext.spec import RHTS, ROUNDINGS
+from fp4ext.policy.spec import RHTS, ROUNDINGS
 from fp4ext.testing import KINDS, assert_bytes_equal, fuzz, generate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,6 +7,7 @@ import torch
 
 import fp4ext
 from fp4ext import reference
+from fp4ext.functional import ops
 from fp4ext.testing import assert_bytes_equal
 
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -41,7 +42,7 @@ class Operand:
         codes, scales, _, _ = self.for_reference()
         one = torch.ones(1)
         k = codes.shape[-1] * (2 if self.codes_are_packed() else 1)
-        return fp4ext.ops.dequantize(codes, scales, one, self.format, k, "float32").double()
+        return ops.dequantize(codes, scales, one, self.format, k, "float32").double()
 
     def codes_are_packed(self):
         return self.format in ("nvfp4", "mxfp4")
@@ -68,7 +69,7 @@ def operand(format, rows, k, seed, outer="tensor", scales=None):
 
 
 def gemm(x, w, bias=None, out_dtype="float32", **options):
-    return fp4ext.ops.gemm(
+    return ops.gemm(
         x.codes, x.scales, x.outer, x.format, w.codes, w.scales, w.outer, w.format, bias, out_dtype, **options
     )
 
@@ -317,7 +318,7 @@ def test_added_to_what_is_there(each_isa, x_format, w_format, m):
 
     def add():
         out = before.clone()
-        fp4ext.ops.gemm_add(*operands, bias, out)
+        ops.gemm_add(*operands, bias, out)
         return out
 
     for isa, out in each_isa(add):
@@ -335,7 +336,7 @@ def test_added_to_what_is_there(each_isa, x_format, w_format, m):
 def test_out_that_does_not_fit_is_refused(out, says):
     x, w = operand("fp32", 3, 16, 1), operand("fp32", 27, 16, 2)
     with pytest.raises(RuntimeError, match=says):
-        fp4ext.ops.gemm_add(x.codes, None, None, "fp32", w.codes, None, None, "fp32", None, out)
+        ops.gemm_add(x.codes, None, None, "fp32", w.codes, None, None, "fp32", None, out)
 
 
 # ---- shapes ----
@@ -395,7 +396,7 @@ def test_compiled_equals_eager():
     torch._dynamo.reset()
     for k in (16, 80, 144):
         x, w = operand("nvfp4", 5, k, 37), operand("nvfp4", 7, k, 38)
-        f = lambda a, b, c, d: fp4ext.ops.gemm(a, b, None, "nvfp4", c, d, None, "nvfp4", None, "float32")  # noqa: E731
+        f = lambda a, b, c, d: ops.gemm(a, b, None, "nvfp4", c, d, None, "nvfp4", None, "float32")  # noqa: E731
         operands = (x.codes, x.scales, w.codes, w.scales)
         assert_bytes_equal(torch.compile(f, fullgraph=True, backend="aot_eager")(*operands), f(*operands))
     torch._dynamo.reset()
@@ -414,7 +415,7 @@ def test_empty(each_isa, format):
 
 
 def bad(**change):
-    """Arguments of fp4ext.ops.gemm, one thing wrong."""
+    """Arguments of ops.gemm, one thing wrong."""
     x, w = operand("nvfp4", 4, 64, 1), operand("mxfp8", 6, 64, 2)
     arguments = dict(
         x_codes=x.codes, x_scales=x.scales, x_global=x.outer, x_format="nvfp4", w_codes=w.codes, w_scales=w.scales,
@@ -451,4 +452,4 @@ def bad(**change):
 )
 def test_refusals(change, says):
     with pytest.raises(RuntimeError, match=says):
-        fp4ext.ops.gemm(**bad(**change))
+        ops.gemm(**bad(**change))

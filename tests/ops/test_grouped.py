@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import fp4ext
 from fp4ext import Spec, gemm, grouped_gemm, grouped_quantize, quantize, reference
+from fp4ext.functional import ops
 from fp4ext.testing import assert_bytes_equal, assert_same_quantized, generate
 
 SPECS = {
@@ -319,12 +319,12 @@ def bad_gemm(**change):
 )
 def test_gemm_refuses(change, says):
     with pytest.raises(RuntimeError, match=says):
-        fp4ext.ops.grouped_gemm(**bad_gemm(**change))
+        ops.grouped_gemm(**bad_gemm(**change))
 
 
 def test_tokens_that_do_not_fit_are_refused():
     a = grouped_quantize(torch.ones(40, 32), "nvfp4", offsets([3, 37]), axis=-2)
-    fits = lambda at, codes=a.codes, scales=a.scales: fp4ext.ops.grouped_gemm(  # noqa: E731
+    fits = lambda at, codes=a.codes, scales=a.scales: ops.grouped_gemm(  # noqa: E731
         codes, scales, a.global_scale, "nvfp4", torch.ones(5, 40), None, None, "fp32", at, "float32"
     )
     assert fits(offsets([3, 37])).shape == (2, 32, 5)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fp4ext
+from fp4ext.functional import ops
 
 OFFSETS = torch.tensor([8, 8, 16], dtype=torch.int32)
 
@@ -41,9 +42,9 @@ def calls():
     key, heads = fp4ext.Spec().key, torch.randn(1, 2, 4, 8)
     return {
         "quantize": lambda: fp4ext.quantize(x, "nvfp4", scale="sweep"),
-        "quantize_rowcol": lambda: fp4ext.ops.quantize_rowcol(x, key, key, None, None, 0),
+        "quantize_rowcol": lambda: ops.quantize_rowcol(x, key, key, None, None, 0),
         "requantize": lambda: fp4ext.quantize(q, "mxfp8", axis=-2),
-        "amax": lambda: fp4ext.ops.amax(x, key, -1, None),
+        "amax": lambda: ops.amax(x, key, -1, None),
         "dequantize": lambda: q.dequantize(torch.float32),
         "gemm": lambda: fp4ext.gemm(q, q),
         "grouped_quantize": lambda: fp4ext.grouped_quantize(x, "nvfp4", OFFSETS),

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import fp4ext
 from fp4ext import reference
-from fp4ext.spec import RHTS, Spec
+from fp4ext.functional import ops
+from fp4ext.policy.spec import RHTS, Spec
 from fp4ext.testing import KINDS, assert_bytes_equal, assert_same_quantized, generate
 
 RNG = torch.tensor([0x1234567890ABCDEF, 7])
@@ -39,7 +40,7 @@ def check(x, spec, axis=-1, role=0):
     try:
         for isa in fp4ext._C.isas():
             fp4ext._C.force_isa(isa)
-            got = fp4ext.ops.quantize(x, spec.key, axis, RNG, role)
+            got = ops.quantize(x, spec.key, axis, RNG, role)
             assert_same_quantized(got, wanted, f"{spec} axis={axis} {tuple(x.shape)} {x.dtype} {isa}")
     finally:
         fp4ext._C.force_isa(before)
@@ -122,7 +123,7 @@ def test_threads_do_not_matter(key):
         results = []
         for n in (1, 2, 3):
             torch.set_num_threads(n)
-            results.append([fp4ext.ops.quantize(x, Spec.parse(key).key, axis, RNG) for axis in (-1, -2)])
+            results.append([ops.quantize(x, Spec.parse(key).key, axis, RNG) for axis in (-1, -2)])
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -143,9 +144,9 @@ def test_threads_do_not_matter(key):
 def test_rowcol_is_both_directions(key, isa):
     x = generate("student_t3", 96, 160, dtype=torch.bfloat16)
     key = Spec.parse(key).key
-    both = fp4ext.ops.quantize_rowcol(x, key, key, RNG, RNG, 2)
-    assert_same_quantized(both[:3], fp4ext.ops.quantize(x, key, -1, RNG, 2), "row")
-    assert_same_quantized(both[3:], fp4ext.ops.quantize(x, key, -2, RNG, 2), "column")
+    both = ops.quantize_rowcol(x, key, key, RNG, RNG, 2)
+    assert_same_quantized(both[:3], ops.quantize(x, key, -1, RNG, 2), "row")
+    assert_same_quantized(both[3:], ops.quantize(x, key, -2, RNG, 2), "column")
 
 
 @pytest.mark.parametrize("n", [64, 96, 128, 192, 256, 384])
@@ -154,8 +155,8 @@ def test_square_sizes_on_both_sides_of_thresholds(n, isa):
     x = generate("gaussian", 384, 384)
     x[0, 0] = 8.0  # the largest, so that every corner has the same outer scale
     spec = Spec("nvfp4", "sweep")
-    whole = fp4ext.ops.quantize(x, spec.key)
-    part = fp4ext.ops.quantize(x[:n, :n], spec.key)
+    whole = ops.quantize(x, spec.key)
+    part = ops.quantize(x[:n, :n], spec.key)
     assert_bytes_equal(part[0], whole[0][:n, : n // 2], "codes")
     assert_bytes_equal(part[1], whole[1][:n, : n // 16], "scales")
 
@@ -164,10 +165,10 @@ def test_sixteen_by_sixteen_transposes_exactly(isa):
     x = generate("wide", 80, 112)
     for scale in ("amax", "four_over_six", "sweep"):
         key = Spec("nvfp4", scale, block="16x16").key
-        codes, scales, outer = fp4ext.ops.quantize(x, key)
-        codes_t, scales_t, outer_t = fp4ext.ops.quantize(x, key, -2)
-        row = fp4ext.ops.dequantize(codes, scales, outer, "nvfp4", 112, "float32")
-        col = fp4ext.ops.dequantize(codes_t, scales_t, outer_t, "nvfp4", 80, "float32")
+        codes, scales, outer = ops.quantize(x, key)
+        codes_t, scales_t, outer_t = ops.quantize(x, key, -2)
+        row = ops.dequantize(codes, scales, outer, "nvfp4", 112, "float32")
+        col = ops.dequantize(codes_t, scales_t, outer_t, "nvfp4", 80, "float32")
         assert_bytes_equal(col, row.T, scale)
 
 
@@ -176,8 +177,8 @@ def test_symmetric_input_draws_different_bits_for_rows_and_columns():
     x = generate("gaussian", 256, 256)
     x = x + x.T
     key = Spec("nvfp4", rounding="stochastic").key
-    row, col = (fp4ext.ops.quantize(x, key, axis, RNG)[0] for axis in (-1, -2))
-    other = fp4ext.ops.quantize(x, key, -1, RNG + 1)[0]
+    row, col = (ops.quantize(x, key, axis, RNG)[0] for axis in (-1, -2))
+    other = ops.quantize(x, key, -1, RNG + 1)[0]
     agree = lambda a, b: torch.cat([(a & 15) == (b & 15), (a >> 4) == (b >> 4)]).double().mean().item()  # noqa: E731
     sd = (0.25 / x.numel()) ** 0.5
     assert abs(agree(row, col) - agree(row, other)) < 6 * sd < 1 - agree(row, other)
@@ -190,13 +191,11 @@ def test_shards_with_a_shared_amax_make_the_whole(key, axis, isa):
     x = generate("gaussian", 256, 256)
     x[:128] *= 10
     key = Spec.parse(key).key
-    whole = fp4ext.ops.quantize(x, key, axis, RNG)
-    amax = torch.stack([fp4ext.ops.amax(part, key, axis, RNG) for part in (x[:128], x[128:])]).amax(0)
+    whole = ops.quantize(x, key, axis, RNG)
+    amax = torch.stack([ops.amax(part, key, axis, RNG) for part in (x[:128], x[128:])]).amax(0)
     seed, offset = RNG.tolist()
     first, second = (
-        fp4ext.ops.quantize(
-            part, key, axis, torch.tensor([seed, offset, *((row, 0) if axis == -1 else (0, row))]), amax=amax
-        )
+        ops.quantize(part, key, axis, torch.tensor([seed, offset, *((row, 0) if axis == -1 else (0, row))]), amax=amax)
         for part, row in ((x[:128], 0), (x[128:], 128))
     )
     together = 0 if axis == -1 else -1
@@ -208,8 +207,8 @@ def test_shards_with_a_shared_amax_make_the_whole(key, axis, isa):
 def test_constant_tensor_stochastic_is_not_zero(isa):
     """64x64 of 2.3, stochastically rounded, keeps its mean."""
     x = torch.full((64, 64), 2.3)
-    q = fp4ext.ops.quantize(x, Spec("nvfp4", rounding="stochastic").key, -1, RNG)
-    mean = fp4ext.ops.dequantize(*q, "nvfp4", 64, "float32").mean()
+    q = ops.quantize(x, Spec("nvfp4", rounding="stochastic").key, -1, RNG)
+    mean = ops.dequantize(*q, "nvfp4", 64, "float32").mean()
     assert abs(mean - 2.3) < 2.3 * 0.02
 
 
@@ -217,32 +216,30 @@ def test_constant_tensor_stochastic_is_not_zero(isa):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dequantize_equals_the_reference(fmt, dtype, isa):
     x = generate("nonfinite", 3, 40, 72)
-    q = fp4ext.ops.quantize(x, Spec(fmt).key)
-    got = fp4ext.ops.dequantize(*q, fmt, 72, fp4ext.ops.dtype_name(dtype))
+    q = ops.quantize(x, Spec(fmt).key)
+    got = ops.dequantize(*q, fmt, 72, ops.dtype_name(dtype))
     assert_bytes_equal(got, reference.dequantize(*q, fmt, 72, dtype), fmt)
 
 
 BAD = {
-    "x is int64": lambda: fp4ext.ops.quantize(torch.ones(4, 16, dtype=torch.int64), Spec().key),
-    "rounding float64 twice": lambda: fp4ext.ops.quantize(torch.ones(4, 16, dtype=torch.float64), Spec().key),
-    "six parts": lambda: fp4ext.ops.quantize(torch.ones(4, 16), "nvfp4"),
-    "unknown format 'fp5'": lambda: fp4ext.ops.quantize(torch.ones(4, 16), "fp5/amax/nearest/1x16/tensor/none"),
-    "does not belong": lambda: fp4ext.ops.quantize(torch.ones(4, 16), "nvfp4/ceil/nearest/1x16/tensor/none"),
-    "biased with this scale rule": lambda: fp4ext.ops.quantize(
+    "x is int64": lambda: ops.quantize(torch.ones(4, 16, dtype=torch.int64), Spec().key),
+    "rounding float64 twice": lambda: ops.quantize(torch.ones(4, 16, dtype=torch.float64), Spec().key),
+    "six parts": lambda: ops.quantize(torch.ones(4, 16), "nvfp4"),
+    "unknown format 'fp5'": lambda: ops.quantize(torch.ones(4, 16), "fp5/amax/nearest/1x16/tensor/none"),
+    "does not belong": lambda: ops.quantize(torch.ones(4, 16), "nvfp4/ceil/nearest/1x16/tensor/none"),
+    "biased with this scale rule": lambda: ops.quantize(
         torch.ones(4, 16), "nvfp4/sweep/stochastic/1x16/tensor/none", -1, RNG
     ),
-    "rng is missing": lambda: fp4ext.ops.quantize(torch.ones(4, 16), Spec(rounding="stochastic").key),
-    "rng has shape [3]": lambda: fp4ext.ops.quantize(
+    "rng is missing": lambda: ops.quantize(torch.ones(4, 16), Spec(rounding="stochastic").key),
+    "rng has shape [3]": lambda: ops.quantize(
         torch.ones(4, 16), Spec(rounding="stochastic").key, -1, torch.ones(3, dtype=torch.int64)
     ),
-    "rng is float32": lambda: fp4ext.ops.quantize(
-        torch.ones(4, 16), Spec(rounding="stochastic").key, -1, torch.ones(2)
-    ),
-    "axis is 0": lambda: fp4ext.ops.quantize(torch.ones(4, 16), Spec().key, 0),
-    "x has 1 dimensions": lambda: fp4ext.ops.quantize(torch.ones(16), Spec().key, -2),
-    "amax has shape [2]": lambda: fp4ext.ops.quantize(torch.ones(4, 16), Spec().key, -1, None, 0, torch.ones(2)),
-    "with outer='expert': 3": lambda: fp4ext.ops.quantize(torch.ones(4, 16), Spec(outer="expert").key),
-    "scales has shape [4, 1]": lambda: fp4ext.ops.dequantize(
+    "rng is float32": lambda: ops.quantize(torch.ones(4, 16), Spec(rounding="stochastic").key, -1, torch.ones(2)),
+    "axis is 0": lambda: ops.quantize(torch.ones(4, 16), Spec().key, 0),
+    "x has 1 dimensions": lambda: ops.quantize(torch.ones(16), Spec().key, -2),
+    "amax has shape [2]": lambda: ops.quantize(torch.ones(4, 16), Spec().key, -1, None, 0, torch.ones(2)),
+    "with outer='expert': 3": lambda: ops.quantize(torch.ones(4, 16), Spec(outer="expert").key),
+    "scales has shape [4, 1]": lambda: ops.dequantize(
         torch.zeros(4, 16, dtype=torch.uint8),
         torch.zeros(4, 1).to(torch.float8_e4m3fn),
         torch.ones(()),
@@ -250,7 +247,7 @@ BAD = {
         32,
         "float32",
     ),
-    "codes has shape [4, 16]": lambda: fp4ext.ops.dequantize(
+    "codes has shape [4, 16]": lambda: ops.dequantize(
         torch.zeros(4, 16, dtype=torch.uint8),
         torch.zeros(4, 2).to(torch.float8_e4m3fn),
         torch.ones(()),
@@ -285,8 +282,8 @@ def test_compiled_equals_eager():
     spec = Spec("nvfp4", "sweep", "eden", rht="128x2").key
 
     def f(x):
-        codes, scales, outer = fp4ext.ops.quantize(x * 2, spec, -1, RNG)
-        return fp4ext.ops.dequantize(codes, scales, outer, "nvfp4", x.shape[-1], "float32") + 1
+        codes, scales, outer = ops.quantize(x * 2, spec, -1, RNG)
+        return ops.dequantize(codes, scales, outer, "nvfp4", x.shape[-1], "float32") + 1
 
     x = torch.randn(16, 256)
     assert torch.equal(torch.compile(f, fullgraph=True)(x), f(x))
@@ -295,11 +292,11 @@ def test_compiled_equals_eager():
 def test_draws_follow_torch_manual_seed():
     x = torch.randn(2)
     torch.manual_seed(5)
-    a, b = fp4ext.ops.draw_rng(x, 2), fp4ext.ops.draw_rng(x, 2)
+    a, b = ops.draw_rng(x, 2), ops.draw_rng(x, 2)
     torch.manual_seed(5)
-    assert torch.equal(fp4ext.ops.draw_rng(x, 2), a) and not torch.equal(a, b)
+    assert torch.equal(ops.draw_rng(x, 2), a) and not torch.equal(a, b)
     torch.manual_seed(5)
-    compiled = torch.compile(lambda x: (fp4ext.ops.draw_rng(x, 2), fp4ext.ops.draw_rng(x, 2)), fullgraph=True)
+    compiled = torch.compile(lambda x: (ops.draw_rng(x, 2), ops.draw_rng(x, 2)), fullgraph=True)
     c, d = compiled(x)
     assert torch.equal(a, c) and torch.equal(b, d)
 
@@ -318,8 +315,8 @@ def test_requantize_is_quantize_of_dequantize(source, target, isa):
     """In bands of rows, with ragged ends, from a stack of matrices."""
     x = generate("student_t3", 2, 136, 208, dtype=torch.bfloat16)
     source, target = Spec.parse(source), Spec.parse(target)
-    stored = (*fp4ext.ops.quantize(x, source.key), source.format, 208)
-    values = fp4ext.ops.dequantize(*stored, "float32")
+    stored = (*ops.quantize(x, source.key), source.format, 208)
+    values = ops.dequantize(*stored, "float32")
     for axis in (-1, -2):
-        got = fp4ext.ops.requantize(*stored, target.key, axis, RNG, 1)
-        assert_same_quantized(got, fp4ext.ops.quantize(values, target.key, axis, RNG, 1), f"{source} to {target}")
+        got = ops.requantize(*stored, target.key, axis, RNG, 1)
+        assert_same_quantized(got, ops.quantize(values, target.key, axis, RNG, 1), f"{source} to {target}")

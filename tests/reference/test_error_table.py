@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from fp4ext.policy.spec import Spec
 from fp4ext.reference import decode_e2m1, decode_e4m3, dequantize, encode_e2m1_stochastic, encode_e4m3, quantize, rht
 from fp4ext.reference.hadamard import parse
 from fp4ext.reference.philox import element_bits
-from fp4ext.spec import Spec
 
 from .data import gaussian
 

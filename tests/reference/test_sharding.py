@@ -4,8 +4,8 @@
 import pytest
 import torch
 
+from fp4ext.policy.spec import Spec
 from fp4ext.reference import amax_of, quantize
-from fp4ext.spec import Spec
 
 from .data import gaussian, raw, same
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp4ext import formats
+from fp4ext.policy.spec import Spec
 from fp4ext.reference import (
     decode_e2m1,
     decode_e4m3,
@@ -21,7 +22,6 @@ from fp4ext.reference import (
 )
 from fp4ext.reference.hadamard import parse
 from fp4ext.reference.philox import element_bits
-from fp4ext.spec import Spec
 
 from .data import gaussian, one_hot, outliers, student_t3
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from fp4ext.spec import Spec
+from fp4ext.policy.spec import Spec
 from fp4ext.testing import assert_bytes_equal, assert_same_quantized, generate
 
 from .build import CSRC, build

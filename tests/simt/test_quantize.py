@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp4ext
-from fp4ext.spec import RHTS, Spec
+from fp4ext.policy.spec import RHTS, Spec
 from fp4ext.testing import KINDS, assert_bytes_equal, assert_same_quantized, generate
 
 RNG = torch.tensor([0x1234567890ABCDEF, 7])

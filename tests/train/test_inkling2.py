@@ -14,7 +14,7 @@ from fp4ext.train.arm import Arm
 from fp4ext.train.config import command
 
 from .conftest import MICRO, InterruptAt
-from .test_pretrain import metrics, same_checkpoint
+from .test_pretraining import metrics, same_checkpoint
 
 transformers = pytest.importorskip("transformers", minversion="5.24")
 

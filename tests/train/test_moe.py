@@ -16,7 +16,7 @@ from fp4ext.train.sampler import Request, Sampler
 
 from .conftest import MICRO, InterruptAt
 from .test_invariance import MOE, model, running
-from .test_pretrain import metrics, same_checkpoint
+from .test_pretraining import metrics, same_checkpoint
 from .test_sampler import requests, same
 
 MOE_MICRO = MICRO.with_(shape=replace(MICRO.shape, experts=5, top_k=2, expert_ffn=32))

@@ -24,9 +24,9 @@ from .. import checkpoint, digest, disk, exported, inkling2, run, task
 from ..config import facts, tell_changes
 from ..errors import Refused
 from ..interrupt import Interrupts
-from ..pretrain import Result as Pretrained
-from ..pretrain import pretrain
-from ..pretrain import resume as resume_pretraining
+from ..pretraining import Result as Pretrained
+from ..pretraining import pretrain
+from ..pretraining import resume as resume_pretraining
 from ..rl import Result as Reinforced
 from ..rl import loop as rl
 from ..rl import models

@@ -10,7 +10,7 @@ from fp4ext.export import Checkpoint
 
 from .. import digest
 from ..errors import Refused
-from ..pretrain import Result as Pretrained
+from ..pretraining import Result as Pretrained
 from ..rl import Result as Reinforced
 
 STAGES = ("pretrain", "rl", "export", "reload")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import fp4ext
-from fp4ext import policy_file
+from fp4ext.policy import policy_file
 
 from .. import cache, task, typed
 from ..arm import policy_names

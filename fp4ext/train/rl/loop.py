@@ -26,9 +26,9 @@ from ..display import Silent
 from ..errors import Refused
 from ..interrupt import Interrupts
 from ..presets import Preset
-from ..pretrain import Result as Pretrained
-from ..pretrain import pretrain
-from ..pretrain import resume as resume_pretraining
+from ..pretraining import Result as Pretrained
+from ..pretraining import pretrain
+from ..pretraining import resume as resume_pretraining
 from . import grpo, report, result
 from .config import Config, command
 from .learner import Learner

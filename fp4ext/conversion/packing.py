@@ -1,0 +1,104 @@
+"""pack: a model for inference, whose converted layers hold their weights quantized once and nothing else.
+
+    packed = pack(model)     4.5 bits a weight (quantized.py); the model keeps its master weights
+    packed(x)                in stage "rl_sampler": the bits of model(x), which quantizes its weights at every call
+    refit(packed, model)     after the model has learned: new codes in the same memory
+
+Nothing here knows what the model is: attention and the layers that stay plain have to be row-invariant by themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from ..functional.grouped import grouped_quantize
+from ..functional.qtensor import QTensor
+from ..functional.quantization import quantize
+from ..nn.dense import Linear
+from ..nn.experts import Experts
+from ..nn.packed_layers import QuantizedExperts, QuantizedLinear, QuantizedStacked
+from ..nn.transformers_experts import Stacked, is_stacked
+from ..policy.spec import Spec
+from ..policy.stages import check_stage
+from .names import named_modules
+
+
+def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
+    """A copy of the model, in eval mode and without gradients, whose converted layers are quantized.
+
+    fp4ext.Linear becomes QuantizedLinear, fp4ext.Experts QuantizedExperts, and converted experts of transformers hold
+    their stacks likewise. Layers whose recipe quantizes no weights in that stage are copied as they are. Hooks on a
+    forward stay where they are. The copy's `save_pretrained`, where the model has one, raises: it would write codes
+    that no config describes. fp4ext.export.save writes a packed model.
+
+    Raises:
+        ValueError: an unknown stage, a recipe that rounds weights at random.
+    """
+    check_stage(stage)
+    # deepcopy takes what is in the memo for a copy that it has made already, so master weights are never copied.
+    memo = {}
+    for module in model.modules():
+        if isinstance(module, (Linear, Experts, Stacked)) and module.recipes[stage].fprop.w is not None:
+            recipe = module.recipes[stage]
+            if recipe.needs_rng:
+                why = f"the recipe of stage {stage} is random ({recipe.fprop.w})"
+                raise ValueError(f"{why}; accepted: one that rounds weights to nearest")
+            memo[id(module)] = _quantized(module, recipe.fprop.x, recipe.fprop.w)
+            for hooks in HOOKS:
+                setattr(memo[id(module)], hooks, copy.copy(getattr(module, hooks)))
+    packed = copy.deepcopy(model, memo).eval().requires_grad_(False)
+    if memo and hasattr(packed, "save_pretrained"):
+        packed.save_pretrained = _no_save_pretrained
+    return packed
+
+
+def _no_save_pretrained(*args, **kwargs):
+    raise NotImplementedError(
+        "save_pretrained would write a packed model's codes without a config that describes them; accepted: "
+        "fp4ext.export.save(model, folder), which others read too"
+    )
+
+
+def packed_weights(model: nn.Module) -> list[QTensor]:
+    """The matrices that a model holds as codes."""
+    return [w for m in model.modules() if isinstance(m, QUANTIZED) for w in m.weights]
+
+
+@torch.no_grad()
+def refit(packed: nn.Module, model: nn.Module) -> None:
+    """Give a packed copy the present weights of its model, in place: nothing is allocated but one layer's codes.
+
+    The model's layers may be plain, or converted by another policy: weights are quantized as `pack` did.
+
+    Raises:
+        ValueError: a module of the copy that the model lacks.
+    """
+    modules = dict(named_modules(model))
+    for name, module in named_modules(packed):
+        if name not in modules:
+            raise ValueError(f"the model has no {name!r}; accepted: the model that was packed")
+        theirs = modules[name]
+        if isinstance(module, QUANTIZED):  # the same buffers, made anew
+            theirs = _quantized(theirs, module.x, module.w)
+        for key, t in (module._parameters | module._buffers).items():
+            if t is not None:
+                t.copy_((theirs._parameters | theirs._buffers)[key])
+
+
+QUANTIZED = (QuantizedLinear, QuantizedExperts, QuantizedStacked)
+HOOKS = [f"_forward_{kind}" for kind in ("hooks", "hooks_with_kwargs", "hooks_always_called")]
+HOOKS += [f"_forward_pre_{kind}" for kind in ("hooks", "hooks_with_kwargs")]
+
+
+@torch.no_grad()
+def _quantized(module: nn.Module, x: Spec | None, w: Spec) -> nn.Module:
+    if is_stacked(module):
+        return QuantizedStacked.of(module, x, w)
+    if isinstance(module, Experts):
+        stacks = (grouped_quantize(t, w, role="w") for t in (module.gate_up_proj, module.down_proj))
+        return QuantizedExperts(*stacks, x, w)
+    bias = None if module.bias is None else module.bias.detach().clone()
+    return QuantizedLinear(quantize(module.weight, w, role="w"), bias, x, w)
