@@ -282,9 +282,7 @@ def test_the_public_face():
 
 def test_importing_the_package_is_light():
     """It loads neither the workloads, nor what judges, nor the packages of extras."""
-    code = (
-        "import sys, fp4ext; print(*[m for m in sys.modules if m.startswith(('fp4ext.', 'rich', 'safe'))])"
-    )
+    code = "import sys, fp4ext; print(*[m for m in sys.modules if m.startswith(('fp4ext.', 'rich', 'safe'))])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     packages = {name.split(".")[1] for name in loaded.split() if name.startswith("fp4ext.")}
     assert packages <= {"_C", "policy", "functional", "nn", "conversion", "errors", "files", "extras"}, packages

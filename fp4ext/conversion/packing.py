@@ -14,6 +14,7 @@ import copy
 import torch
 from torch import nn
 
+from ..errors import Refused
 from ..functional.grouped import grouped_quantize
 from ..functional.qtensor import QTensor
 from ..functional.quantization import quantize
@@ -45,7 +46,7 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
             recipe = module.recipes[stage]
             if recipe.needs_rng:
                 why = f"the recipe of stage {stage} is random ({recipe.fprop.w})"
-                raise ValueError(f"{why}; accepted: one that rounds weights to nearest")
+                raise Refused(f"{why}; accepted: one that rounds weights to nearest")
             memo[id(module)] = _quantized(module, recipe.fprop.x, recipe.fprop.w)
             for hooks in HOOKS:
                 setattr(memo[id(module)], hooks, copy.copy(getattr(module, hooks)))
@@ -79,7 +80,7 @@ def refit(packed: nn.Module, model: nn.Module) -> None:
     modules = dict(named_modules(model))
     for name, module in named_modules(packed):
         if name not in modules:
-            raise ValueError(f"the model has no {name!r}; accepted: the model that was packed")
+            raise Refused(f"the model has no {name!r}; accepted: the model that was packed")
         theirs = modules[name]
         if isinstance(module, QUANTIZED):  # the same buffers, made anew
             theirs = _quantized(theirs, module.x, module.w)

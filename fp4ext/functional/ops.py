@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
+from ..errors import Refused
 from ..policy import formats
 from .fakes import DTYPES
 
@@ -297,7 +298,7 @@ def set_draw_rank(rank: int | None) -> None:
     """
     global _draw_rank
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
-        raise ValueError(f"rank is {rank!r}; accepted: a whole number from 0, or None")
+        raise Refused(f"rank is {rank!r}; accepted: a whole number from 0, or None")
     _draw_rank = rank
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import Refused
 from ..policy.formats import Format
 from ..policy.spec import Spec
 from . import ops
@@ -61,7 +62,7 @@ def quantize(
         also["rounding"] = None if rounding == "nearest" else rounding
         given = [f"{name}={value!r}" for name, value in also.items() if value is not None]
         if given:
-            raise ValueError(f"{', '.join(given)} beside the whole spec {spec}; accepted: spec.with_(…), or no spec")
+            raise Refused(f"{', '.join(given)} beside the whole spec {spec}; accepted: spec.with_(…), or no spec")
     else:
         spec = Spec(format, scale, rounding, block, outer, rht)
     check_place(axis, role)
@@ -70,7 +71,7 @@ def quantize(
         ops.check_plain("amax", amax)
     if isinstance(x, QTensor):
         if amax is not None:
-            raise ValueError("amax is given beside a QTensor; accepted: None, it is measured")
+            raise Refused("amax is given beside a QTensor; accepted: None, it is measured")
         state = rng_state(rng, x.codes, spec)
         out = ops.requantize(*x.stored(), spec.key, axis, state, ops.ROLES[role])
     else:
@@ -98,22 +99,22 @@ def rng_state(rng: Tensor | int | None, x: Tensor, spec: Spec) -> Tensor | None:
         check_device("rng", rng, x)
         return rng
     if not -(2**63) <= rng < 2**63:
-        raise ValueError(f"rng is {rng}; accepted: a seed of 64 bits, from -2^63 to 2^63 - 1")
+        raise Refused(f"rng is {rng}; accepted: a seed of 64 bits, from -2^63 to 2^63 - 1")
     return torch.tensor([rng, 0], dtype=torch.int64, device=x.device)
 
 
 def check_device(name: str, t: Tensor, x: Tensor) -> None:
     """Raises ValueError unless t is on the device of x."""
     if t.device != x.device:
-        raise ValueError(f"{name} is on {t.device}; accepted: {x.device}, where x is")
+        raise Refused(f"{name} is on {t.device}; accepted: {x.device}, where x is")
 
 
 def check_place(axis: int, role: str) -> None:
     """Raises ValueError for an axis or a role that there is not."""
     if role not in ops.ROLES:
-        raise ValueError(f"unknown role {role!r}; accepted: {', '.join(ops.ROLES)}")
+        raise Refused(f"unknown role {role!r}; accepted: {', '.join(ops.ROLES)}")
     if axis not in (-1, -2):
-        raise ValueError(f"axis is {axis}; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)")
+        raise Refused(f"axis is {axis}; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)")
 
 
 def check_input(name: str, x: Tensor) -> None:

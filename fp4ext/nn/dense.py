@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..errors import Refused
 from ..functional.autograd import first_derivative
 from ..functional.quantization import check_input
 from ..policy import policies
@@ -113,13 +114,13 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         if t is not None:
             check_input(name, t)
             if t.device != w.device:
-                raise ValueError(f"{name} is on {t.device}; accepted: {w.device}, where the weight is")
+                raise Refused(f"{name} is on {t.device}; accepted: {w.device}, where the weight is")
     if w.dim() != 2:
-        raise ValueError(f"weight has shape {tuple(w.shape)}; accepted: [N, K]")
+        raise Refused(f"weight has shape {tuple(w.shape)}; accepted: [N, K]")
     if x.dim() < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"x has shape {tuple(x.shape)}; accepted: [.., {w.shape[1]}]")
+        raise Refused(f"x has shape {tuple(x.shape)}; accepted: [.., {w.shape[1]}]")
     if bias is not None and bias.shape != w.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({w.shape[0]},)")
+        raise Refused(f"bias has shape {tuple(bias.shape)}; accepted: ({w.shape[0]},)")
 
 
 class RecordedLinear(torch.autograd.Function):

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..errors import Refused
 from ..functional.grouped import check_offsets
 from ..functional.quantization import check_input
 from ..policy.recipe import Recipe
@@ -45,7 +46,7 @@ class Experts(nn.Module):
         super().__init__()
         for what, size in {"experts": experts, "features": features, "hidden": hidden}.items():
             if size < 1:
-                raise ValueError(f"{what} is {size}; accepted: a whole number from 1")
+                raise Refused(f"{what} is {size}; accepted: a whole number from 1")
         empty = lambda *shape: nn.Parameter(torch.empty(experts, *shape, device=device, dtype=dtype))  # noqa: E731
         self.gate_up_proj, self.down_proj = empty(2 * hidden, features), empty(features, hidden)
         self.set_policy(policy, name)
@@ -106,10 +107,10 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> None:
     check_input("w", w)
     check_offsets(offsets, x)
     if x.device != w.device:
-        raise ValueError(f"x is on {x.device}; accepted: {w.device}, where the weight is")
+        raise Refused(f"x is on {x.device}; accepted: {w.device}, where the weight is")
     if w.dim() != 3 or x.dim() != 2 or x.shape[1] != w.shape[2]:
-        raise ValueError(f"x has shape {tuple(x.shape)} and w {tuple(w.shape)}; accepted: [T, K] and [E, N, K]")
+        raise Refused(f"x has shape {tuple(x.shape)} and w {tuple(w.shape)}; accepted: [T, K] and [E, N, K]")
     if offsets.shape[0] != w.shape[0]:
-        raise ValueError(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
+        raise Refused(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
     if recipe.mean_split:
-        raise ValueError("a recipe with mean_split is for linear layers; accepted for experts: mean_split=False")
+        raise Refused("a recipe with mean_split is for linear layers; accepted for experts: mean_split=False")

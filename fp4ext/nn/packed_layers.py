@@ -13,6 +13,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from ..errors import Refused
 from ..functional.autograd import first_derivative
 from ..functional.grouped import grouped_quantize
 from ..functional.qtensor import QTensor
@@ -48,9 +49,9 @@ class QuantizedLinear(nn.Module):
         if not isinstance(weight, QTensor):
             raise TypeError(f"weight is {type(weight).__name__}; accepted: a QTensor")
         if len(weight.shape) != 2:
-            raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: [N, K]")
+            raise Refused(f"weight has shape {tuple(weight.shape)}; accepted: [N, K]")
         if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},)")
+            raise Refused(f"bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},)")
         self.out_features, self.in_features = weight.shape
         self.format, self.weight_dtype, self.x, self.w = weight.format, weight.dtype, x, w
         _hold(self, "", weight)
@@ -108,7 +109,7 @@ class QuantizedExperts(nn.Module):
                 raise TypeError(f"{name} is {type(stack).__name__}; accepted: a QTensor")
         shapes = tuple(gate_up.shape), tuple(down.shape)
         if len(shapes[0]) != 3 or shapes[1] != (shapes[0][0], shapes[0][2], shapes[0][1] // 2) or shapes[0][1] % 2:
-            raise ValueError(f"gate_up is {shapes[0]}, down {shapes[1]}; accepted: [E, 2F, K] and [E, K, F]")
+            raise Refused(f"gate_up is {shapes[0]}, down {shapes[1]}; accepted: [E, 2F, K] and [E, K, F]")
         self.kinds = {"gate_up": (gate_up.format, gate_up.shape), "down": (down.format, down.shape)}
         self.weight_dtype, self.x, self.w = gate_up.dtype, x, w
         _hold(self, "gate_up_", gate_up)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import Refused
+
 
 @dataclass(frozen=True)
 class Element:
@@ -113,12 +115,12 @@ def get(name: str | Format) -> Format:
     if isinstance(name, Format):
         return name
     if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"unknown format {name!r}; formats: {', '.join(FORMATS)}")
+        raise Refused(f"unknown format {name!r}; formats: {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def element(name: str) -> Element:
     """The Element of that name. Raises ValueError, listing the names there are."""
     if name not in ELEMENTS:
-        raise ValueError(f"unknown element {name!r}; elements: {', '.join(ELEMENTS)}")
+        raise Refused(f"unknown element {name!r}; elements: {', '.join(ELEMENTS)}")
     return ELEMENTS[name]

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..errors import Refused
 from . import policy_file
 from .policy import Policy
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
@@ -102,5 +103,5 @@ def get(name: str | Path | Policy) -> Policy:
     if isinstance(name, Path) or (isinstance(name, str) and name.endswith(policy_file.SUFFIXES)):
         return policy_file.load(name)
     if not isinstance(name, str) or name not in _POLICIES:
-        raise ValueError(f"unknown policy {name!r}; policies: {', '.join(_POLICIES)}, or a .toml file")
+        raise Refused(f"unknown policy {name!r}; policies: {', '.join(_POLICIES)}, or a .toml file")
     return _POLICIES[name]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from ..errors import Refused
 from .recipe import Fprop, Recipe
 from .stages import STAGES, check_stage
 
@@ -79,9 +80,9 @@ class Policy:
 
     def __post_init__(self):
         if isinstance(self.stats_every, bool) or not isinstance(self.stats_every, int) or self.stats_every < 0:
-            raise ValueError(f"stats_every is {self.stats_every!r}; accepted: a whole number of steps, 0 for never")
+            raise Refused(f"stats_every is {self.stats_every!r}; accepted: a whole number of steps, 0 for never")
         if not 0 <= self.keep_last <= 1:
-            raise ValueError(f"keep_last is {self.keep_last}; accepted: a share from 0 to 1")
+            raise Refused(f"keep_last is {self.keep_last}; accepted: a share from 0 to 1")
         if isinstance(self.keep, str) or not all(isinstance(pattern, str) for pattern in self.keep):
             raise TypeError(f'keep is {self.keep!r}; accepted: a list of patterns, e.g. ("lm_head", "*.router")')
         if not all(isinstance(rule, tuple) and list(map(type, rule)) == [str, Recipe] for rule in self.rules):

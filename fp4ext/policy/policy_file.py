@@ -26,6 +26,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from .. import files
+from ..errors import Refused
 from .policy import KEEP, Policy
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
@@ -59,15 +60,15 @@ def load(path: str | Path) -> Policy:
     path = Path(path)
     try:
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"its name ends in {path.suffix!r}; accepted: {', '.join(SUFFIXES)}")
+            raise Refused(f"its name ends in {path.suffix!r}; accepted: {', '.join(SUFFIXES)}")
         text = files.read(path).decode()
         data = _toml(text) if path.suffix == ".toml" else files.parse_json(text)
         if not isinstance(data, dict):
-            raise ValueError(f"it holds a {type(data).__name__}; accepted: a table")
+            raise Refused(f"it holds a {type(data).__name__}; accepted: a table")
         return from_dict({"name": path.stem} | data)
     except (OSError, ValueError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ValueError(f"policy file {path}: {reason}") from None
+        raise Refused(f"policy file {path}: {reason}") from None
 
 
 def from_dict(data: dict) -> Policy:
@@ -77,7 +78,7 @@ def from_dict(data: dict) -> Policy:
     _known("a policy", values, known)
     for name, (good, accepted) in VALUES.items():
         if name in values and not good(values[name]):
-            raise ValueError(f"{name} is {_short(values[name])}; accepted: {accepted}")
+            raise Refused(f"{name} is {_short(values[name])}; accepted: {accepted}")
     for stage in RECIPES:
         if stage in values:
             values[stage] = _recipe(stage, values[stage])
@@ -89,9 +90,9 @@ def from_dict(data: dict) -> Policy:
     for i, rule in enumerate(values.get("rules", ())):
         _known(f"rules[{i}]", rule, {"pattern", "recipe", "why"})
         if not isinstance(rule.get("pattern", ""), str):
-            raise ValueError(f"rules[{i}].pattern is {_short(rule['pattern'])}; accepted: a text")
+            raise Refused(f"rules[{i}].pattern is {_short(rule['pattern'])}; accepted: a text")
         if "pattern" not in rule:
-            raise ValueError(f"rules[{i}] has no pattern; accepted: a pattern of module names, and a recipe")
+            raise Refused(f"rules[{i}] has no pattern; accepted: a pattern of module names, and a recipe")
         rules.append((rule["pattern"], _recipe(f"rules[{i}].recipe", rule.get("recipe", {}))))
     return Policy(**{**values, "rules": tuple(rules)})
 
@@ -149,7 +150,7 @@ def dumps(policy: Policy, why: dict[str, str] | None = None, form: str = "toml")
 
 def _patterns(key: str, value) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
-        raise ValueError(f'{key} is {value!r}; accepted: a list of patterns, e.g. ["lm_head", "*.router"]')
+        raise Refused(f'{key} is {value!r}; accepted: a list of patterns, e.g. ["lm_head", "*.router"]')
     return tuple(value)
 
 
@@ -173,7 +174,7 @@ def _toml(text: str) -> dict:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise Refused("nested too deep") from None
 
 
 def _recipe(where: str, data) -> Recipe:
@@ -188,13 +189,13 @@ def _recipe(where: str, data) -> Recipe:
         for key, value in values.items():
             if key == "from_fprop":
                 if not isinstance(value, bool):
-                    raise ValueError(f"{where}.{gemm}.from_fprop is {value!r}; accepted: true, false")
+                    raise Refused(f"{where}.{gemm}.from_fprop is {value!r}; accepted: true, false")
             else:
                 values[key] = _spec(f"{where}.{gemm}.{key}", value)
         made[gemm] = kind(**values)
     split = data.get("mean_split", False)
     if not isinstance(split, bool):
-        raise ValueError(f"{where}.mean_split is {_short(split)}; accepted: true, false")
+        raise Refused(f"{where}.mean_split is {_short(split)}; accepted: true, false")
     return Recipe(**made, mean_split=split)
 
 
@@ -202,11 +203,11 @@ def _spec(where: str, key) -> Spec | None:
     if key is None or key == "bf16":
         return None
     if not isinstance(key, str):
-        raise ValueError(f"{where} is {key!r}; accepted: a spec such as 'nvfp4/sweep', or 'bf16'")
+        raise Refused(f"{where} is {key!r}; accepted: a spec such as 'nvfp4/sweep', or 'bf16'")
     try:
         return Spec.parse(key)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise Refused(f"{where}: {error}") from None
 
 
 def _recipe_dict(recipe: Recipe) -> dict:
@@ -225,7 +226,7 @@ def _short(value) -> str:
 
 def _known(where: str, data, accepted: set[str]) -> None:
     if not isinstance(data, dict):
-        raise ValueError(f"{where} is {_short(data)}; accepted: a table")
+        raise Refused(f"{where} is {_short(data)}; accepted: a table")
     for key in data:
         if key not in accepted:
-            raise ValueError(f"{where} has no {key!r}; accepted: {', '.join(sorted(accepted))}")
+            raise Refused(f"{where} has no {key!r}; accepted: {', '.join(sorted(accepted))}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, fields
 
+from ..errors import Refused
 from .spec import Spec
 
 
@@ -69,7 +70,7 @@ class Recipe:
         ):
             rhts = [s.rht if s else "none" for s in (a, b)]
             if rhts[0] != rhts[1]:
-                raise ValueError(
+                raise Refused(
                     f"{gemm}: both operands need the same rht, or it does not cancel; got {rhts[0]!r} and {rhts[1]!r}"
                 )
 
@@ -119,7 +120,7 @@ class Recipe:
             ("wgrad", self.wgrad.x, self.wgrad.from_fprop),
         ):
             if rht != "none" and (spec is None or from_fprop):
-                raise ValueError(
+                raise Refused(
                     f"{gemm} reads the forward operand, which has rht={rht!r}; accepted: fprop without an rht, "
                     f"or a {gemm} that quantizes both operands itself, from_fprop=False"
                 )

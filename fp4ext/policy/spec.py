@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from ..errors import Refused
 from . import formats
 from .formats import Format
 
@@ -62,14 +63,14 @@ class Spec:
             _one_of("format with eden rounding", self.format, ("nvfp4",))
             _one_of("scale rule with eden rounding", self.scale, EDEN_SCALES)
             if self.rht == "none":
-                raise ValueError(f"eden rounding needs an rht, got 'none'; accepted: {', '.join(RHTS[1:])}")
+                raise Refused(f"eden rounding needs an rht, got 'none'; accepted: {', '.join(RHTS[1:])}")
         if self.block == "16x16" and (self.rounding == "eden" or self.rht != "none"):
-            raise ValueError(
+            raise Refused(
                 f"16x16 blocks take neither eden rounding nor an rht, got rounding={self.rounding!r}, "
                 f"rht={self.rht!r}; accepted: rounding nearest or stochastic, rht none"
             )
         if self.block == "16x16" and self.outer == "row":
-            raise ValueError(
+            raise Refused(
                 "a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert"
             )
 
@@ -84,7 +85,7 @@ class Spec:
         parts = key.split("/")
         if len(parts) > len(fields(cls)):
             names = "/".join(field.name for field in fields(cls))
-            raise ValueError(f"spec {key!r} has {len(parts)} parts; accepted: {names}, or the first few of them")
+            raise Refused(f"spec {key!r} has {len(parts)} parts; accepted: {names}, or the first few of them")
         return cls(*parts)
 
     def with_(self, **changes) -> Spec:
@@ -105,4 +106,4 @@ class Spec:
 
 def _one_of(what: str, value: str, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
-        raise ValueError(f"unknown {what}: {value!r}; accepted: {', '.join(accepted)}")
+        raise Refused(f"unknown {what}: {value!r}; accepted: {', '.join(accepted)}")

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..errors import Refused
+
 STAGES = ("pretrain", "rl_sampler", "rl_trainer")
 
 
@@ -67,7 +69,7 @@ _threads = _Threads()
 def check_stage(name: str) -> None:
     """Raises ValueError for a stage that does not exist."""
     if name not in STAGES:
-        raise ValueError(f"unknown stage {name!r}; accepted: {', '.join(STAGES)}")
+        raise Refused(f"unknown stage {name!r}; accepted: {', '.join(STAGES)}")
 
 
 def current_stage() -> str:
