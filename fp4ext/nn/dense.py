@@ -79,6 +79,24 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     """
     if not recipe.quantizes:
         return _plain(x, w, bias)
+    if any(hasattr(t, "device_mesh") for t in (x, w, bias)):  # a DTensor; importing its class takes most of a second
+        return _sharded(x, w, bias, recipe)
+    return _whole(x, w, bias, recipe)
+
+
+def _sharded(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """linear on DTensors: each rank's product of its shards."""
+    from . import sharded
+
+    if recipe.mean_split:
+        raise Refused("a recipe with mean_split is for whole tensors; accepted for DTensors: mean_split=False")
+    local_x, local_w, local_bias, shards, placements, mesh = sharded.operands(x, w, bias)
+    y = _whole(local_x, local_w, local_bias, recipe, shards.key)
+    return sharded.whole(y, x, w, placements, mesh)
+
+
+def _whole(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, shards: str = "") -> Tensor:
+    """linear on plain tensors, which may be shards of larger ones."""
     _check(x, w, bias)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias))
     if recorded:
@@ -88,9 +106,9 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     if recipe.mean_split and rows.shape[0]:
         rows, bias = _split_mean(rows, w, bias)
     if recorded:
-        y = RecordedLinear.apply(rows, w, bias, None, recipe)
+        y = RecordedLinear.apply(rows, w, bias, None, recipe, shards)
     else:
-        y = layer_ops.forward(rows, w, bias, None, recipe, False, False)[0]
+        y = layer_ops.forward(rows, w, bias, None, recipe, False, False, shards)[0]
     return y.view(*x.shape[:-1], w.shape[0])
 
 
@@ -127,10 +145,11 @@ class RecordedLinear(torch.autograd.Function):
     """A recorded layer; dense, or grouped where there are offsets. experts.py has its other caller."""
 
     @staticmethod
-    def forward(ctx, x, w, bias, offsets, recipe: Recipe):
+    def forward(ctx, x, w, bias, offsets, recipe: Recipe, shards: str = ""):
         keep_w, keep_x = ctx.needs_input_grad[:2]  # dx reads w, and dw reads x
-        y, states, *kept = layer_ops.forward(x, w, bias, offsets, recipe, keep_x, keep_w)
+        y, states, *kept = layer_ops.forward(x, w, bias, offsets, recipe, keep_x, keep_w, shards)
         ctx.recipe, ctx.k, ctx.bias_dtype = recipe, x.shape[1], None if bias is None else bias.dtype
+        ctx.shards = shards
         ctx.dtypes, ctx.counts = (x.dtype, w.dtype), []
         saved = [] if offsets is None else [offsets]
         parts = zip((x, w), (keep_x, keep_w), layer_ops.keeps_plain(recipe), (kept[:3], kept[3:]), strict=True)
@@ -150,6 +169,8 @@ class RecordedLinear(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         kept = saved[:of_x], saved[of_x:]
         dy = dy.contiguous()
-        dx, dw = layer_ops.backward(dy, states, *kept, offsets, ctx.recipe, ctx.k, ctx.dtypes, need_dx, need_dw)
+        dx, dw = layer_ops.backward(
+            dy, states, *kept, offsets, ctx.recipe, ctx.k, ctx.dtypes, need_dx, need_dw, ctx.shards
+        )
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_db else None
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
