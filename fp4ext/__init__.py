@@ -41,6 +41,7 @@ __all__ = [
     "backends",
     "convert",
     "current_stage",
+    "distributed",
     "export",
     "formats",
     "gemm",
@@ -64,11 +65,11 @@ __all__ = [
 ]
 
 
-_LAZY = ("audit", "export", "integrations", "train")
+_LAZY = ("audit", "distributed", "export", "integrations", "train")
 
 
 def __getattr__(name: str):
-    """fp4ext.audit, export, integrations and train, imported when they are first used: the rest does not need them."""
+    """fp4ext.audit, distributed, export, integrations and train, imported when they are first used: the rest does not need them."""
     if name in _LAZY:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

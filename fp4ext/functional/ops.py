@@ -281,8 +281,8 @@ def draw_states(like: Tensor, streams: int, rank: int | None = None) -> Tensor:
     """RNG states {seed, offset}, int64 [streams, 2], drawn now from torch's generator for the device of `like`.
 
     Trainers give all ranks one seed. Then the rounding of what the ranks share, such as the weights in dgrad and the
-    signs of an RHT, would be common to all and the mean over ranks would keep its noise. So the rank is folded in: this process's own, or
-    `rank`, where several draw alike.
+    signs of an RHT, would be common to all and the mean over ranks would keep its noise. So the rank is folded in:
+    this process's own, or `rank`, where several draw alike.
     """
     states = torch.randint(2**63 - 1, (streams, 2), dtype=torch.int64, device=like.device)
     rank = _own_rank() if rank is None else rank

@@ -90,12 +90,12 @@ def _sharded(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tenso
 
     if recipe.mean_split:
         raise Refused("a recipe with mean_split is for whole tensors; accepted for DTensors: mean_split=False")
-    local_x, local_w, local_bias, shards, placements, mesh = sharded.operands(x, w, bias)
-    y = _whole(local_x, local_w, local_bias, recipe, shards.key)
-    return sharded.whole(y, x, w, placements, mesh)
+    local_x, local_w, local_bias, place, groups, placements = sharded.operands(x, w, bias)
+    y = _whole(local_x, local_w, local_bias, recipe, place, groups)
+    return sharded.whole(y, x, w, placements)
 
 
-def _whole(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, shards: str = "") -> Tensor:
+def _whole(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, place=(), groups: str = "") -> Tensor:
     """linear on plain tensors, which may be shards of larger ones."""
     _check(x, w, bias)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias))
@@ -106,9 +106,9 @@ def _whole(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, shards: st
     if recipe.mean_split and rows.shape[0]:
         rows, bias = _split_mean(rows, w, bias)
     if recorded:
-        y = RecordedLinear.apply(rows, w, bias, None, recipe, shards)
+        y = RecordedLinear.apply(rows, w, bias, None, recipe, place, groups)
     else:
-        y = layer_ops.forward(rows, w, bias, None, recipe, False, False, shards)[0]
+        y = layer_ops.forward(rows, w, bias, None, recipe, False, False, place, groups)[0]
     return y.view(*x.shape[:-1], w.shape[0])
 
 
@@ -145,11 +145,11 @@ class RecordedLinear(torch.autograd.Function):
     """A recorded layer; dense, or grouped where there are offsets. experts.py has its other caller."""
 
     @staticmethod
-    def forward(ctx, x, w, bias, offsets, recipe: Recipe, shards: str = ""):
+    def forward(ctx, x, w, bias, offsets, recipe: Recipe, place=(), groups: str = ""):
         keep_w, keep_x = ctx.needs_input_grad[:2]  # dx reads w, and dw reads x
-        y, states, *kept = layer_ops.forward(x, w, bias, offsets, recipe, keep_x, keep_w, shards)
+        y, states, *kept = layer_ops.forward(x, w, bias, offsets, recipe, keep_x, keep_w, place, groups)
         ctx.recipe, ctx.k, ctx.bias_dtype = recipe, x.shape[1], None if bias is None else bias.dtype
-        ctx.shards = shards
+        ctx.shards = place, groups
         ctx.dtypes, ctx.counts = (x.dtype, w.dtype), []
         saved = [] if offsets is None else [offsets]
         parts = zip((x, w), (keep_x, keep_w), layer_ops.keeps_plain(recipe), (kept[:3], kept[3:]), strict=True)
@@ -170,7 +170,7 @@ class RecordedLinear(torch.autograd.Function):
         kept = saved[:of_x], saved[of_x:]
         dy = dy.contiguous()
         dx, dw = layer_ops.backward(
-            dy, states, *kept, offsets, ctx.recipe, ctx.k, ctx.dtypes, need_dx, need_dw, ctx.shards
+            dy, states, *kept, offsets, ctx.recipe, ctx.k, ctx.dtypes, need_dx, need_dw, *ctx.shards
         )
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_db else None
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None

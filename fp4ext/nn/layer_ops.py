@@ -14,6 +14,7 @@ three are empty where the backward reads the plain tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,8 @@ def forward(
     recipe: Recipe,
     keep_x: bool,
     keep_w: bool,
-    shards: str = "",
+    place: Sequence[int] = (),
+    groups: str = "",
 ) -> Forward:
     """Run the forward of a layer.
 
@@ -51,17 +53,17 @@ def forward(
         x: [T, K]. w: [N, K], or with offsets [E, N, K]. bias: [N] or None; None with offsets.
         offsets: int32 [E], the ends of the experts' rows; None: a dense layer.
         keep_x, keep_w: whether wgrad and dgrad will be wanted.
-        shards: the key of the Shards that x, w and dy are; empty: whole matrices. Dense layers only.
+        place, groups: those of the Shards that x, w and dy are; empty: whole matrices. Dense layers only.
 
     Returns:
         y [T, N]; RNG states int64 [3, 2] of fprop, dgrad and wgrad (empty where nothing is random); codes, block scales
         and outer scale of what the backward keeps of x, then of w.
     """
     if _nobody_watches(x, w):
-        states = _draw(x, shards) if recipe.needs_rng else _no_states(x)
-        return _layer(x, w, bias, offsets, recipe, keep_x, keep_w, shards, states)
+        states = _draw(x, place, groups) if recipe.needs_rng else _no_states(x)
+        return _layer(x, w, bias, offsets, recipe, keep_x, keep_w, place, groups, states)
     op = torch.ops.fp4ext.layer_random if recipe.needs_rng else torch.ops.fp4ext.layer
-    return op(x, w, bias, offsets, recipe.key, keep_x, keep_w, shards)
+    return op(x, w, bias, offsets, recipe.key, keep_x, keep_w, place, groups)
 
 
 def backward(
@@ -75,7 +77,8 @@ def backward(
     dtypes: tuple[torch.dtype, torch.dtype],
     need_dx: bool,
     need_dw: bool,
-    shards: str = "",
+    place: Sequence[int] = (),
+    groups: str = "",
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx [T, K] and dw, of the shape of w, in `dtypes`; None for what is not needed.
 
@@ -83,9 +86,9 @@ def backward(
     """
     arguments = dy, states, x, w, offsets
     if _nobody_watches(dy, states):
-        dx, dw = _backward(*arguments, recipe, k, *dtypes, need_dx, need_dw, shards)
+        dx, dw = _backward(*arguments, recipe, k, *dtypes, need_dx, need_dw, place, groups)
     else:
-        dx, dw = torch.ops.fp4ext.layer_backward(*arguments, recipe.key, k, *dtypes, need_dx, need_dw, shards)
+        dx, dw = torch.ops.fp4ext.layer_backward(*arguments, recipe.key, k, *dtypes, need_dx, need_dw, place, groups)
     return dx if need_dx else None, dw if need_dw else None
 
 
@@ -118,17 +121,19 @@ def _kept(recipe: Recipe, role: str) -> tuple[Spec | None, int]:
     return (row, -1) if col is None or later.from_fprop else (col, -2)
 
 
-def _layer(x, w, bias, offsets, recipe: Recipe, keep_x: bool, keep_w: bool, shards: str, states: Tensor) -> Forward:
+def _layer(
+    x, w, bias, offsets, recipe: Recipe, keep_x: bool, keep_w: bool, place: Sequence[int], groups: str, states: Tensor
+) -> Forward:
     fprop, dgrad, wgrad = _streams(states)
-    cut = offsets if not shards else Shards.parse(shards)
+    cut = Shards(place, groups) if groups else offsets
     xq, x_kept = _forward_operand(x, recipe.fprop.x, _kept(recipe, "x"), keep_x, "x", cut, fprop, wgrad)
     wq, w_kept = _forward_operand(w, recipe.fprop.w, _kept(recipe, "w"), keep_w, "w", cut, fprop, dgrad)
     return product(xq, wq, bias, offsets, x.dtype), states, *_parts(x_kept, x), *_parts(w_kept, w)
 
 
-def _draw(x: Tensor, shards: str) -> Tensor:
+def _draw(x: Tensor, place: Sequence[int], groups: str) -> Tensor:
     """The RNG states of a layer; those of the shards of one layer are one rank's."""
-    return ops.draw_states(x, 3, Shards.parse(shards).draw_rank if shards else None)
+    return ops.draw_states(x, 3, Shards(place, groups).draw_rank() if groups else None)
 
 
 def _no_states(x: Tensor) -> Tensor:
@@ -144,9 +149,10 @@ def _layer_op(
     recipe: str,
     keep_x: bool,
     keep_w: bool,
-    shards: str = "",
+    place: Sequence[int],
+    groups: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, shards, _no_states(x))
+    return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, place, groups, _no_states(x))
 
 
 @ops.random_op("layer_random", states=STATES)
@@ -158,13 +164,14 @@ def _layer_random_op(
     recipe: str,
     keep_x: bool,
     keep_w: bool,
-    shards: str = "",
+    place: Sequence[int],
+    groups: str,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, shards, _draw(x, shards))
+    return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, place, groups, _draw(x, place, groups))
 
 
-def _fake_layer(x, w, bias, offsets, recipe, keep_x, keep_w, shards="", after=None) -> Forward:
+def _fake_layer(x, w, bias, offsets, recipe, keep_x, keep_w, place=(), groups="", after=None) -> Forward:
     recipe, parts = Recipe.parse(recipe), []
     for t, role, keep in ((x, "x", keep_x), (w, "w", keep_w)):
         spec, axis = _kept(recipe, role)
@@ -195,17 +202,32 @@ def _layer_backward_op(
     w_dtype: torch.dtype,
     need_dx: bool,
     need_dw: bool,
-    shards: str = "",
+    place: Sequence[int],
+    groups: str,
 ) -> tuple[Tensor, Tensor]:
-    return _backward(dy, states, x, w, offsets, Recipe.parse(recipe), k, x_dtype, w_dtype, need_dx, need_dw, shards)
+    return _backward(
+        dy, states, x, w, offsets, Recipe.parse(recipe), k, x_dtype, w_dtype, need_dx, need_dw, place, groups
+    )
 
 
 def _backward(
-    dy, states, x, w, offsets, r: Recipe, k: int, x_dtype, w_dtype, need_dx: bool, need_dw: bool, shards: str
+    dy,
+    states,
+    x,
+    w,
+    offsets,
+    r: Recipe,
+    k: int,
+    x_dtype,
+    w_dtype,
+    need_dx: bool,
+    need_dw: bool,
+    place: Sequence[int],
+    groups: str,
 ) -> tuple[Tensor, Tensor]:
     _, rng_dgrad, rng_wgrad = _streams(states)
     (tokens, n), experts = dy.shape, [] if offsets is None else [offsets.shape[0]]
-    cut = offsets if not shards else Shards.parse(shards)
+    cut = Shards(place, groups) if groups else offsets
     dx, dw = dy.new_empty(0, dtype=x_dtype), dy.new_empty(0, dtype=w_dtype)
     dy_row, dy_col = _both_ways(
         dy, r.dgrad.dy if need_dx else None, r.wgrad.dy if need_dw else None, "dy", cut, rng_dgrad, rng_wgrad
@@ -222,7 +244,7 @@ def _backward(
 
 
 @_layer_backward_op.register_fake
-def _(dy, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw, shards=""):
+def _(dy, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw, place=(), groups=""):
     w_shape = ([] if offsets is None else [offsets.shape[0]]) + [dy.shape[1], k]
     dx = dy.new_empty((dy.shape[0], k) if need_dx else (0,), dtype=x_dtype)
     return dx, dy.new_empty(w_shape if need_dw else (0,), dtype=w_dtype)

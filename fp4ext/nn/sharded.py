@@ -16,31 +16,27 @@ communicates, and where it does so is as for torch's own linear layers.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..errors import Refused
-from ..policy.recipe import Recipe
-from . import shards as local
+from .shards import groups_key, shares_amax
 
 Placements = tuple[Placement, ...]
 
 
 def operands(
     x: Tensor, w: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, local.Shards, Placements, DeviceMesh]:
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...], str, Placements]:
     """What this rank multiplies, and what its product is.
 
     Args:
         x, w, bias: DTensors on one mesh. x [.., K], w [N, K], bias [N].
 
     Returns:
-        The local x, w and bias, through which gradients flow back to the DTensors; their Shards; the placements of y;
-        the mesh.
+        The local x, w and bias, through which gradients flow back to the DTensors; `place` and `groups` of their
+        Shards; the placements of y.
 
     Raises:
         Refused: a plain tensor beside a DTensor, meshes that differ, a weight whose placement is in no line of the
@@ -60,21 +56,21 @@ def operands(
     lines = [_line(a, b, last) for a, b in zip(x.placements, w.placements, strict=True)]
     of_x, of_w, of_y, of_dx, of_dw, of_bias, of_db = (tuple(column) for column in zip(*lines, strict=True))
     x = x.redistribute(mesh, of_x)
-    places = _shards(x, w)
+    place, groups = _shards(x, w)
     local_x = x.to_local(grad_placements=of_dx)
     local_w = w.redistribute(mesh, of_w).to_local(grad_placements=of_dw)
     if bias is not None:
         bias = bias.redistribute(mesh, of_bias).to_local(grad_placements=of_db)
         if any(isinstance(p, Partial) and mesh.get_local_rank(i) for i, p in enumerate(of_y)):
             bias = _Elsewhere.apply(bias)  # the sum over ranks has it once
-    return local_x, local_w, bias, places, of_y, mesh
+    return local_x, local_w, bias, place, groups, of_y
 
 
-def whole(y: Tensor, x: DTensor, w: DTensor, placements: Placements, mesh: DeviceMesh) -> DTensor:
+def whole(y: Tensor, x: DTensor, w: DTensor, placements: Placements) -> DTensor:
     """The DTensor of which y is this rank's part: [.., N], with the leading dimensions of x."""
     shape = torch.Size((*x.shape[:-1], w.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(y, w.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _line(x: Placement, w: Placement, last: int) -> tuple[Placement, ...]:
@@ -91,31 +87,31 @@ def _line(x: Placement, w: Placement, last: int) -> tuple[Placement, ...]:
     return (replicated,) * 7
 
 
-def _shards(x: DTensor, w: DTensor) -> local.Shards:
-    """Where the local x and w, and the gradient of their product, lie in the wholes.
+def _shards(x: DTensor, w: DTensor) -> tuple[tuple[int, ...], str]:
+    """Where the local x and w, and the gradient of their product, lie in the wholes: place and groups of Shards.
 
-    Leading dimensions of x are a batch, which one matrix [T, K] holds row by row. A shard along the first of them is a
-    range of its rows. A shard along another one is not: then rows are counted within the shard, and the ranks draw
-    apart by the first row that they have.
+    Leading dimensions of x are a batch, which one matrix [T, K] holds row by row, and x has a range of its rows where
+    only the first of them is cut. Where another one is, rows are counted on from the first that this rank has: ranks
+    draw apart, but not as one process would.
     """
     mesh, last = w.device_mesh, x.dim() - 1
     (x_at, x_groups), (w_at, w_groups) = _cuts(x), _cuts(w)
     row = 0
     for d in range(last):
         row = row * x.shape[d] + x_at[d]
-    tokens = tuple(group for d in range(last) for group in x_groups[d])
-    shard = local.Shard(row, x_at[last], tokens, x_groups[last], local.shares_amax("x"))
-    of_w = local.Shard(w_at[0], w_at[1], w_groups[0], w_groups[1], local.shares_amax("w"))
-    of_dy = local.Shard(row, w_at[0], tokens, w_groups[0], local.shares_amax("dy"))
-    return local.Shards(shard, of_w, replace(of_dy), int(mesh.mesh.flatten()[0]))
+    tokens = [group for d in range(last) for group in x_groups[d]]
+    cuts = tokens, x_groups[last], w_groups[0], w_groups[1], tokens, w_groups[0]
+    shared = [role for role in ("x", "w", "dy") if shares_amax(role)]
+    names = [mesh.get_group(i).group_name for i in range(mesh.ndim)]
+    return (row, x_at[last], *w_at, row, w_at[0]), groups_key(names, cuts, shared)
 
 
-def _cuts(t: DTensor) -> tuple[list[int], list[tuple[str, ...]]]:
+def _cuts(t: DTensor) -> tuple[list[int], list[list[str]]]:
     """For each dimension of t: the place of this rank's first element, and the groups over which it is cut.
 
     DTensor cuts as torch.chunk does: every shard has ceil(size / ranks) elements, the last ones fewer.
     """
-    at, groups, sizes = [0] * t.dim(), [()] * t.dim(), list(t.shape)
+    at, groups, sizes = [0] * t.dim(), [[] for _ in t.shape], list(t.shape)
     for i, placement in enumerate(t.placements):
         if not placement.is_shard():
             continue
@@ -126,7 +122,7 @@ def _cuts(t: DTensor) -> tuple[list[int], list[tuple[str, ...]]]:
         start = min(rank * chunk, sizes[d])
         at[d] += start
         sizes[d] = min(chunk, sizes[d] - start)
-        groups[d] = (*groups[d], t.device_mesh.get_group(i).group_name)
+        groups[d].append(t.device_mesh.get_group(i).group_name)
     return at, groups
 
 

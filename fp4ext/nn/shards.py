@@ -12,13 +12,14 @@ accurate; `share_amax` makes them share it too.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..functional import ops
 from ..functional.qtensor import QTensor
@@ -88,34 +89,41 @@ def _on_device(a: int, b: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of x [T, K], w [N, K] and dy [T, N] that one rank has, and the rank whose random bits they draw."""
+    """The shards of x [T, K], w [N, K] and dy [T, N] that one rank has. They cross an op's schema in two arguments.
 
-    x: Shard
-    w: Shard
-    dy: Shard
-    draw_rank: int
+    Attributes:
+        place: the row and the column of the first element of x, of w and of dy; symbolic where shapes are dynamic.
+        groups: the names of the mesh's groups; then, for x, w and dy, the groups over which rows and columns are cut,
+            and the roles whose amax is shared. Written by `groups_key`.
+    """
 
-    @property
-    def key(self) -> str:
-        """How it crosses an op's schema; `parse` is the inverse."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @staticmethod
-    @lru_cache(maxsize=4096)
-    def parse(key: str) -> Shards | None:
-        """None for the empty key, an operand that is nobody's shard."""
-        if not key:
-            return None
-        read = json.loads(key)
-        shards = [
-            Shard(**{name: tuple(v) if isinstance(v, list) else v for name, v in read[role].items()})
-            for role in ("x", "w", "dy")
-        ]
-        return Shards(*shards, read["draw_rank"])
+    place: Sequence[int]
+    groups: str
 
     def of(self, role: str) -> Shard:
-        """That of "x", "w" or "dy"."""
-        return {"x": self.x, "w": self.w, "dy": self.dy}[role]
+        """The shard of "x", "w" or "dy"."""
+        at = ("x", "w", "dy").index(role)
+        _, cuts, shared = _parsed(self.groups)
+        return Shard(*self.place[2 * at : 2 * at + 2], *cuts[2 * at : 2 * at + 2], role in shared)
+
+    def draw_rank(self) -> int:
+        """The first rank of the mesh, whose random bits all its ranks draw."""
+        own = torch.distributed.get_rank()
+        first = own
+        for name in _parsed(self.groups)[0]:
+            first -= own - min(torch.distributed.get_process_group_ranks(_resolve_process_group(name)))
+        return first
+
+
+def groups_key(mesh: Sequence[str], cuts: Sequence[Sequence[str]], shared: Sequence[str]) -> str:
+    """Shards.groups. mesh: the names of its groups. cuts: those that cut the rows and columns of x, w and dy."""
+    return "/".join("+".join(names) for names in (mesh, *cuts, shared))
+
+
+@lru_cache(maxsize=4096)
+def _parsed(groups: str) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
+    mesh, *cuts, shared = (tuple(filter(None, part.split("+"))) for part in groups.split("/"))
+    return mesh, cuts, shared
 
 
 _share_all = False
