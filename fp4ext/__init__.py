@@ -69,7 +69,7 @@ _LAZY = ("audit", "distributed", "export", "integrations", "train")
 
 
 def __getattr__(name: str):
-    """fp4ext.audit, distributed, export, integrations and train, imported when they are first used: the rest does not need them."""
+    """The packages that the rest does not need, imported when they are first used."""
     if name in _LAZY:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
