@@ -7,5 +7,6 @@ DDP, FSDP2 and the tensor-parallel styles of torch need nothing from here: a con
 from ..functional.ops import set_draw_rank
 from ..nn.shards import share_amax
 from .expert_parallel import ExpertParallel
+from .wire import gather_quantized
 
-__all__ = ["ExpertParallel", "set_draw_rank", "share_amax"]
+__all__ = ["ExpertParallel", "gather_quantized", "set_draw_rank", "share_amax"]

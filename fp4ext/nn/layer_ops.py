@@ -26,8 +26,10 @@ from ..functional.gemms import gemm
 from ..functional.grouped import Ragged, grouped_gemm, grouped_quantize
 from ..functional.qtensor import QTensor
 from ..functional.quantization import quantize, wrap
+from ..functional.transpose import transposed
 from ..policy.recipe import Recipe
 from ..policy.spec import Spec
+from .gathered import GatheredWeight
 from .shards import Shards
 
 Operand = QTensor | Ragged | Tensor
@@ -59,7 +61,7 @@ def forward(
         y [T, N]; RNG states int64 [3, 2] of fprop, dgrad and wgrad (empty where nothing is random); codes, block scales
         and outer scale of what the backward keeps of x, then of w.
     """
-    if _nobody_watches(x, w):
+    if isinstance(w, GatheredWeight) or _nobody_watches(x, w):
         states = _draw(x, place, groups) if recipe.needs_rng else _no_states(x)
         return _layer(x, w, bias, offsets, recipe, keep_x, keep_w, place, groups, states)
     op = torch.ops.fp4ext.layer_random if recipe.needs_rng else torch.ops.fp4ext.layer
@@ -291,6 +293,8 @@ def _forward_operand(
 ) -> tuple[Operand, Operand | None]:
     """(what fprop multiplies, what the backward keeps) of x or w."""
     spec, axis = kept
+    if isinstance(t, GatheredWeight):
+        return t.q, t.q if keep else None
     if keep and axis == -2:
         return _both_ways(t, row, spec, role, cut, rng_row, rng_col)
     q = operand(t, row, role, -1, cut, rng_row)
@@ -326,6 +330,15 @@ def _gradient(a: Operand, b: Operand, kept: Operand, offsets: Tensor | None, dty
     BF16 backward of a 4-bit forward; on a CPU fp4ext's own product, for torch's is slow without BF16 instructions."""
     own = not isinstance(kept, Tensor) and a.device.type == "cpu"
     return product(a, b, None, offsets, dtype, own)
+
+
+def copy_for_dgrad(parts: list[Tensor], recipe: Recipe, n: int, k: int) -> list[Tensor]:
+    """What dgrad reads of a gathered weight [n, k], of which the forward keeps the row-wise codes whatever the recipe:
+    those, or where it wants a column-wise copy of 16×16 tiles their transpose."""
+    if _kept(recipe, "w")[1] == -1:
+        return parts
+    row = _rebuilt(parts, (recipe.fprop.w, -1), [n, k], None, torch.float32)
+    return list(_parts(transposed(row), row.codes))
 
 
 def _parts(kept: Operand | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
