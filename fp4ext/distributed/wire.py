@@ -193,6 +193,9 @@ class WireWeight(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], kept: Any, size: Any, stride: Any) -> WireWeight:
         return WireWeight(inner["whole"], *kept)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole.__reduce_ex__(protocol)  # on disk it is a plain tensor
+
     def __repr__(self) -> str:
         return f"WireWeight({self.spec}, {self.whole})"
 
@@ -212,6 +215,15 @@ class WireWeight(Tensor):
             return quantize(self.values(), spec, role="w")
         return quantize(self.values(), spec, role="w", amax=self.amaxes.of(self, mesh))
 
+    def _spec(self, module: nn.Module) -> Spec:
+        """How the layer's stage quantizes the weight. A stage that does not is refused by the layer (GatheredWeight)."""
+        if not hasattr(module, "recipes"):
+            raise Refused(
+                f"the weight is gathered as {self.spec}, and its {type(module).__name__} is plain now; accepted: a "
+                "layer that stays converted"
+            )
+        return module.recipes[_stage(module)].fprop.w or self.spec
+
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
@@ -220,7 +232,7 @@ class WireWeight(Tensor):
         if self.mesh is None:  # the first gather: from now on this is a shard, which is reduced with its kind
             self.mesh, self.dtype_on_wire = mesh, mp_policy.param_dtype or self.dtype
             self.amaxes.add(self)
-        spec = module.recipes[_stage(module)].fprop.w or self.spec
+        spec = self._spec(module)
         q = self.quantized(mesh, spec)
         parts = [q.codes.view(torch.uint8), q.scales.view(torch.uint8)]
         if q.global_scale is not None:
