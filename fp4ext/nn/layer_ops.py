@@ -258,7 +258,7 @@ def _(x_shape, w_shape, *_, **__) -> int:
 
 
 @register_flop_formula(torch.ops.fp4ext.layer_backward)
-def _(dy_shape, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw, **_) -> int:
+def _(dy_shape, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw, *_, **__) -> int:
     return 2 * math.prod(dy_shape) * k * (need_dx + need_dw)
 
 
