@@ -216,7 +216,7 @@ class WireWeight(Tensor):
         return quantize(self.values(), spec, role="w", amax=self.amaxes.of(self, mesh))
 
     def _spec(self, module: nn.Module) -> Spec:
-        """How the layer's stage quantizes the weight. A stage that does not is refused by the layer (GatheredWeight)."""
+        """How the layer's stage quantizes the weight; the layer itself refuses a stage that does not."""
         if not hasattr(module, "recipes"):
             raise Refused(
                 f"the weight is gathered as {self.spec}, and its {type(module).__name__} is plain now; accepted: a "
@@ -237,8 +237,11 @@ class WireWeight(Tensor):
         parts = [q.codes.view(torch.uint8), q.scales.view(torch.uint8)]
         if q.global_scale is not None:
             rows = self.shape[0] if q.global_scale.dim() else 1
-            parts.append(q.global_scale.reshape(rows, 1).contiguous().view(torch.uint8))
-        return tuple(parts), (outer_size, spec)
+            parts.insert(0, q.global_scale.reshape(rows, 1).contiguous().view(torch.uint8))
+        shapes = [t.shape for t in parts]
+        if mesh.size() == 1:  # FSDP2 of torch 2.13 takes one tensor from a rank that is alone
+            parts = [torch.cat([t.flatten() for t in parts])]
+        return tuple(parts), (outer_size, spec, shapes)
 
     def fsdp_post_all_gather(
         self,
@@ -249,11 +252,15 @@ class WireWeight(Tensor):
         out: GatheredWeight | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight, on the very memory that FSDP2 gathers into, and frees and fills again."""
-        outer_size, spec = kept
+        outer_size, spec, shapes = kept
         if out is not None:  # a view of that memory
             out.spec = spec
             return None
-        codes, scales, *outer = gathered
+        parts = gathered
+        if len(parts) == 1:
+            flat = gathered[0].split([shape.numel() for shape in shapes])
+            parts = tuple(t.view(shape) for t, shape in zip(flat, shapes, strict=True))
+        *outer, codes, scales = parts
         scale = None
         if outer:
             scale = outer[0].view(torch.float32)
