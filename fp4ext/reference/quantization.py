@@ -14,7 +14,7 @@ from ..policy import formats
 from ..policy.formats import E4M3, Format
 from ..policy.spec import Spec
 from . import hadamard
-from .block_scale import Outer, e8m0_scales, enc, nvfp4_scales, outer_scales
+from .block_scale import Outer, e8m0_scales, enc, normalizer, nvfp4_scales, outer_scales
 from .elements import (
     _fp32,
     decode_e2m1,
@@ -146,7 +146,9 @@ def scales_of(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def _eden_scales(r, codes, scales, outer: Outer, gain, n: int, block: int, random) -> torch.Tensor:
     """The stored scales of law 7: each vector of n corrected by S / gain, then rounded stochastically."""
-    decoded = decode_e2m1(codes) * (decode_e4m3(scales) * outer.decode).repeat_interleave(block, dim=-1)
+    p = normalizer(outer.decode)
+    r = r * p
+    decoded = decode_e2m1(codes) * (decode_e4m3(scales) * outer.decode * p).repeat_interleave(block, dim=-1)
     over = sum_in_order((r * r).unflatten(-1, (-1, n)))
     under = sum_in_order((r * decoded).unflatten(-1, (-1, n)))
     usable = torch.isfinite(over) & torch.isfinite(under) & (over > 0) & (under > 0)

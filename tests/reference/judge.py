@@ -41,9 +41,16 @@ def codes_of(x, code, s_dec):
     return [e2m1(f(v * enc(code, s_dec))) for v in x]
 
 
+def power(s_dec):
+    """The power of two that brings s_dec into [1, 2); 2^127 where that is out of fp32's range."""
+    exponent = int(np.frexp(np.float64(s_dec))[1]) - 1  # s_dec = m·2^exponent, m in [1, 2)
+    return f(2.0 ** min(max(-exponent, -126), 127))
+
+
 def differences(x, code, s_dec):
-    s = f(E4M3[code] * s_dec)
-    return [f(v - f(value(q) * s)) for v, q in zip(x, codes_of(x, code, s_dec), strict=True)]
+    p = power(s_dec)
+    s = f(f(E4M3[code] * s_dec) * p)
+    return [f(f(v * p) - f(value(q) * s)) for v, q in zip(x, codes_of(x, code, s_dec), strict=True)]
 
 
 def squared(x, code, s_dec):
@@ -107,9 +114,11 @@ def eden(x, A, rule, random):
         s = [scale(x[i : i + 16], s_enc, g, rule) for i in range(0, len(x), 16)]
     codes = [q for i, c in enumerate(s) for q in codes_of(x[16 * i : 16 * i + 16], c, g)]
     over = under = f(0)
+    p = power(g)
     for i, (v, q) in enumerate(zip(x, codes, strict=True)):
+        v = f(v * p)
         over = f(over + f(v * v))
-        under = f(under + f(v * f(value(q) * f(E4M3[s[i // 16]] * g))))
+        under = f(under + f(v * f(value(q) * f(f(E4M3[s[i // 16]] * g) * p))))
     ok = np.isfinite(over) and np.isfinite(under) and over > 0 and under > 0
     S = f(over / under) if ok else f(1)
     gain = f(1.0067) if rule == "sweep" else f(1)

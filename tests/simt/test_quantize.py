@@ -75,6 +75,15 @@ def test_every_kind_of_data(simt, kind, dtype):
         check(simt, x, key, axis)
 
 
+@pytest.mark.parametrize("key", [key for key in KEYS if key.startswith("nvfp4")])
+@pytest.mark.parametrize("k", [-100, 115])
+def test_magnitude(simt, key, k):
+    """Squares of such values are 0 or infinite, unless they are normalized first."""
+    x = generate("gaussian", 64, 128, seed=14) * 2.0**k
+    for axis in (-1, -2):
+        check(simt, x, key, axis)
+
+
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("shape", [(1, 80), (3, 17), (33, 1), (130, 48), (5, 131), (129, 257)], ids=str)
 def test_ragged(simt, key, shape):

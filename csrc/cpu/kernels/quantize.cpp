@@ -135,13 +135,15 @@ FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, bool tran
 // scale's gain, rounded stochastically.
 FP4_HD void eden_correct(const VF* t, int k, int n, VF S_dec, float gain, const VU* words, const RandomBits& random, VU* scales) {
   t += k, words += k / 8, scales += k / 16;
+  const VF P = normalizer(S_dec);
   VF energy(0.0f), match(0.0f);
   for (int b = 0; b < n / 16; ++b) {
-    const VF dec = decode_multiplier(E4M3::decode(scales[b] & VU(0x7fu)), S_dec);
+    const VF dec = decode_multiplier(E4M3::decode(scales[b] & VU(0x7fu)), S_dec) * P;
     for (int i = 16 * b; i < 16 * b + 16; ++i) {
       const VU code = (words[i / 8] >> (i % 8 * 4)) & VU(0xfu);
-      energy = energy + t[i] * t[i];
-      match = match + t[i] * (E2M1::signed_value(code) * dec);
+      const VF r = t[i] * P;
+      energy = energy + r * r;
+      match = match + r * (E2M1::signed_value(code) * dec);
     }
   }
   const VF infinity = as_float(VU(kInfBits));

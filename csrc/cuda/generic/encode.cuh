@@ -65,13 +65,13 @@ struct Nvfp4 {
     const bool poisoned = largest >= kInfBits;
     const float dec = decode_multiplier(E4M3::decode(scale), outer.dec);
     encode_elements<E2M1, kStochastic>(t, encode_multiplier(dec), poisoned, site, words);
-    if constexpr (rounding == Rounding::eden) scale = correct(t, words, scale, dec, site, rotation);
+    if constexpr (rounding == Rounding::eden) scale = correct(t, words, scale, dec, normalizer(outer.dec), site, rotation);
     return poisoned ? kE4M3NaN : scale;
   }
 
  private:
   // MS-EDEN's correction: s·S, S = Σr²/Σr·r̂ over the vector in index order. The lanes take turns at the sums.
-  static __device__ __forceinline__ uint32_t correct(const float (&t)[16], const uint32_t (&words)[2], uint32_t scale, float dec,
+  static __device__ __forceinline__ uint32_t correct(const float (&t)[16], const uint32_t (&words)[2], uint32_t scale, float dec, float P,
                                                      const Site& site, const Rotation<16>& rotation) {
     float energy = 0.0f, match = 0.0f;
     const int first = static_cast<int>(threadIdx.x % 32) - rotation.place;
@@ -81,8 +81,9 @@ struct Nvfp4 {
         FP4_UNROLL
         for (int i = 0; i < 16; ++i) {
           const float value = E2M1::signed_value((words[i / 8] >> (i % 8 * 4)) & 15u);
-          energy = energy + t[i] * t[i];
-          match = match + t[i] * (value * dec);
+          const float r = t[i] * P;
+          energy = energy + r * r;
+          match = match + r * (value * (dec * P));
         }
       }
       energy = __shfl_sync(kAllLanes, energy, first + turn);
