@@ -11,7 +11,10 @@
 namespace fp4ext {
 
 enum class ScaleRule { amax, four_over_six, four_over_six_mae, four_over_six_absmax, sweep, minvar, ceil, floor };
-enum class Rounding { nearest, stochastic, eden };
+enum class Rounding { nearest, stochastic, eden, eden_block };
+
+// MS-EDEN corrects the block scales: by one S per rotated vector, or per block.
+FP4_HD constexpr bool is_eden(Rounding rounding) { return rounding == Rounding::eden || rounding == Rounding::eden_block; }
 
 template <class F>
 struct Outer {

@@ -105,7 +105,7 @@ def arithmetic(spec: Spec) -> float:
         count += 1
     if spec.rounding == "stochastic":
         count += 10 * 7 / 8 + 3
-    if spec.rounding == "eden":
+    if spec.is_eden:
         count += 6  # S: an element normalized, two products, two sums, and the scale's rounding
     if spec.rht != "none":
         n, _, stages = spec.rht.partition("x")

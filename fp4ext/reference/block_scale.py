@@ -69,7 +69,7 @@ def nvfp4_scales(x: torch.Tensor, outer: Outer, scale: str, rounding: str) -> to
     """uint8 E4M3 codes [...] for blocks [..., n]. scale: a Spec's rule; rounding: a Spec's rounding. Law 2, 5, 7."""
     block_amax = x.abs().amax(dim=-1)
     if scale == "amax":
-        if rounding == "eden":
+        if rounding in ("eden", "eden_block"):
             codes = _eden_amax(block_amax, outer)
         else:
             codes = _amax(block_amax, outer, "up" if rounding == "stochastic" else "nearest")
