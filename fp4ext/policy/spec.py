@@ -11,10 +11,10 @@ from ..errors import Refused
 from . import formats
 from .formats import Format
 
-ROUNDINGS = ("nearest", "stochastic", "eden")
+ROUNDINGS = ("nearest", "stochastic", "eden", "eden_block")
 RHTS = ("none", "16", "32", "64", "128", "16x2", "32x2", "64x2", "128x2")
 UNBIASED_SCALES = ("amax", "minvar", "ceil")  # with stochastic rounding: scales that never clip
-EDEN_SCALES = ("amax", "sweep")
+EDEN_SCALES = {"eden": ("amax", "sweep"), "eden_block": ("amax",)}  # by rounding
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Spec:
     Args:
         format: "nvfp4", "mxfp8", "mxfp8_e5m2" or "mxfp4".
         scale: the block scale's rule; default "amax" (NVFP4) or "ceil" (MX). See docs/numerics.md, 2 and 3.
-        rounding: "nearest", "stochastic" (unbiased; scale "amax", "minvar" or "ceil") or
-            "eden" (unbiased; needs an RHT).
+        rounding: "nearest", "stochastic" (unbiased; scale "amax", "minvar" or "ceil"), "eden" (unbiased; needs an RHT;
+            scales corrected per rotated vector) or "eden_block" (the same per block, as published; scale "amax").
         block: "1x16" or "16x16" (NVFP4), "1x32" (MX).
         outer: what shares an fp32 outer scale: "tensor", "pow2", "row" or "expert" (NVFP4); "none" (MX).
         rht: random Hadamard transform along the contraction: "none", "16" … "128" (also as int), or in two stages,
@@ -59,12 +59,12 @@ class Spec:
             unbiased = tuple(s for s in f.scale_rules if s in UNBIASED_SCALES)
             what = f"scale rule for {f} with stochastic rounding (others clip or select by error: biased)"
             _one_of(what, self.scale, unbiased)
-        if self.rounding == "eden":
-            _one_of("format with eden rounding", self.format, ("nvfp4",))
-            _one_of("scale rule with eden rounding", self.scale, EDEN_SCALES)
+        if self.is_eden:
+            _one_of(f"format with {self.rounding} rounding", self.format, ("nvfp4",))
+            _one_of(f"scale rule with {self.rounding} rounding", self.scale, EDEN_SCALES[self.rounding])
             if self.rht == "none":
-                raise Refused(f"eden rounding needs an rht, got 'none'; accepted: {', '.join(RHTS[1:])}")
-        if self.block == "16x16" and (self.rounding == "eden" or self.rht != "none"):
+                raise Refused(f"{self.rounding} rounding needs an rht, got 'none'; accepted: {', '.join(RHTS[1:])}")
+        if self.block == "16x16" and (self.is_eden or self.rht != "none"):
             raise Refused(
                 f"16x16 blocks take neither eden rounding nor an rht, got rounding={self.rounding!r}, "
                 f"rht={self.rht!r}; accepted: rounding nearest or stochastic, rht none"
@@ -95,6 +95,11 @@ class Spec:
     @property
     def fmt(self) -> Format:
         return formats.get(self.format)
+
+    @property
+    def is_eden(self) -> bool:
+        """Whether MS-EDEN corrects the block scales, whatever shares a correction."""
+        return self.rounding in EDEN_SCALES
 
     @property
     def needs_rng(self) -> bool:

@@ -15,14 +15,14 @@ TILE, SR = "nvfp4/amax/nearest/16x16/tensor/none", "nvfp4/amax/stochastic/1x16/t
 SR16, RNE16 = "nvfp4/amax/stochastic/1x16/tensor/16", "nvfp4/amax/nearest/1x16/tensor/16"
 TILE46 = "nvfp4/four_over_six/nearest/16x16/tensor/none"
 SR2 = "nvfp4/minvar/stochastic/1x16/tensor/128x2"
-EDEN, EDEN2 = "nvfp4/amax/eden/1x16/tensor/128", "nvfp4/sweep/eden/1x16/tensor/128x2"
+EDEN_BLOCK, EDEN2 = "nvfp4/amax/eden_block/1x16/tensor/128", "nvfp4/sweep/eden/1x16/tensor/128x2"
 MX = "mxfp8/ceil/nearest/1x32/none/none"
 TABLE = {
     "bf16": (None, None, None, None, None, None, ""),
     "mxfp8": (MX, MX, MX, MX, MX, MX, ""),
     "nvidia": (NV("amax"), TILE, SR, TILE, SR16, RNE16, ""),
     "four_over_six": (NV("four_over_six"), TILE46, SR, TILE46, SR16, RNE16, ""),
-    "quartet2": (NV("four_over_six"), NV("four_over_six"), EDEN, EDEN, EDEN, EDEN, "of fprop"),
+    "quartet2": (NV("four_over_six"), NV("four_over_six"), EDEN_BLOCK, EDEN_BLOCK, EDEN_BLOCK, EDEN_BLOCK, "of fprop"),
     "end_to_end": (NV("sweep"), NV("sweep"), EDEN2, EDEN2, EDEN2, EDEN2, "of fprop"),
     "end_to_end_sr": (NV("sweep"), NV("sweep"), SR2, EDEN2, SR2, EDEN2, "of fprop"),
     "mxfp8_backward": (NV("sweep"), NV("sweep"), MX, MX, MX, MX, "of fprop"),
