@@ -1,6 +1,7 @@
 """fp4ext: train, sample and reinforce PyTorch models in 4 bits. See README.md and docs/."""
 
 import importlib
+from types import ModuleType
 
 import torch  # noqa: F401  (loads libtorch before _C)
 
@@ -67,8 +68,8 @@ __all__ = [
 _LAZY = ("audit", "export", "integrations", "train")
 
 
-def __getattr__(name: str):
-    """fp4ext.audit, export, integrations and train, imported when they are first used: the rest does not need them."""
+def __getattr__(name: str) -> ModuleType:
+    """Import fp4ext.audit, export, integrations or train when it is first used: the rest does not need them."""
     if name in _LAZY:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
