@@ -1,6 +1,7 @@
 """fp4ext: train, sample and reinforce PyTorch models in 4 bits. See README.md and docs/."""
 
 import importlib
+from types import ModuleType
 
 import torch  # noqa: F401  (loads libtorch before _C)
 
@@ -68,8 +69,8 @@ __all__ = [
 _LAZY = ("audit", "distributed", "export", "integrations", "train")
 
 
-def __getattr__(name: str):
-    """The packages that the rest does not need, imported when they are first used."""
+def __getattr__(name: str) -> ModuleType:
+    """Import a package that the rest does not need when it is first used."""
     if name in _LAZY:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
