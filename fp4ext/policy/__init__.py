@@ -7,7 +7,7 @@ six operands of a linear layer's three GEMMs, and a Policy gives each module a R
 from .formats import Format
 from .policy import Policy
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
-from .spec import Spec
+from .spec import Spec, as_spec
 from .stages import current_stage, stage
 
-__all__ = ["Dgrad", "Format", "Fprop", "Policy", "Recipe", "Spec", "Wgrad", "current_stage", "stage"]
+__all__ = ["Dgrad", "Format", "Fprop", "Policy", "Recipe", "Spec", "Wgrad", "as_spec", "current_stage", "stage"]

@@ -5,6 +5,7 @@
     wgrad:  dw = dyᵀ · x         contraction over the T tokens:   NT form  dyᵀ · (xᵀ)ᵀ
 
 An operand's Spec is None where it stays as it is (BF16 under autocast). A GEMM whose operands are both None is plain.
+A Format, its name or a key stands for the Spec that as_spec makes of it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,25 @@ import functools
 from dataclasses import dataclass, fields
 
 from ..errors import Refused
-from .spec import Spec
+from .spec import Spec, as_spec
 
 
 @dataclass(frozen=True)
-class Fprop:
+class _Operands:
+    def __post_init__(self):
+        for name, value in list(vars(self).items()):
+            if name != "from_fprop" and value is not None:
+                object.__setattr__(self, name, as_spec(value))  # frozen
+
+
+@dataclass(frozen=True)
+class Fprop(_Operands):
     x: Spec | None = None
     w: Spec | None = None
 
 
 @dataclass(frozen=True)
-class Dgrad:
+class Dgrad(_Operands):
     """`from_fprop`: quantize the dequantized forward operand ŵ instead of w.
 
     So dx is the gradient of the function that the forward really computed, and the forward copy is the only one saved.
@@ -35,7 +44,7 @@ class Dgrad:
 
 
 @dataclass(frozen=True)
-class Wgrad:
+class Wgrad(_Operands):
     """`from_fprop`: quantize x̂ instead of x, likewise."""
 
     dy: Spec | None = None

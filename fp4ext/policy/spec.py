@@ -76,7 +76,7 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """The canonical string, e.g. "nvfp4/amax/nearest/1x16/tensor/none". csrc/ops/spec.h reads it."""
+        """The canonical string, e.g. "nvfp4/amax/nearest/1x16/tensor/none". csrc/ops/parse.h reads it."""
         return "/".join(getattr(self, field.name) for field in fields(self))
 
     @classmethod
@@ -102,6 +102,19 @@ class Spec:
 
     def __str__(self) -> str:
         return self.key
+
+
+def as_spec(spec: Spec | Format | str) -> Spec:
+    """The Spec that is meant by a Spec, by a Format, by the name of one, or by a key such as "nvfp4/sweep".
+
+    Every public function that takes a spec reads it by this one, so that all take the same spellings.
+
+    Raises:
+        ValueError: no format of that name, or what Spec refuses.
+    """
+    if isinstance(spec, Spec):
+        return spec
+    return Spec.parse(spec) if isinstance(spec, str) else Spec(spec)
 
 
 def _one_of(what: str, value: str, accepted: tuple[str, ...]) -> None:
