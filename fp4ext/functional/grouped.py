@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import Refused
 from ..policy.formats import Format
-from ..policy.spec import Spec
+from ..policy.spec import Spec, as_spec
 from . import cublas, ops
 from .gemms import check_choices, operand
 from .qtensor import QTensor
@@ -86,7 +86,7 @@ class Ragged:
 
 def grouped_quantize(
     x: Tensor | QTensor,
-    spec: Spec | str,
+    spec: Spec | Format | str,
     offsets: Tensor | None = None,
     *,
     axis: int = -1,
@@ -97,7 +97,8 @@ def grouped_quantize(
 
     Args:
         x: [T, K], rows sorted by expert; or [E, N, K] without offsets. A QTensor is dequantized and quantized anew.
-        spec: a Spec or its key. Its outer scale is each expert's own: outer="tensor" (or "expert") is one an expert.
+        spec: a Spec, its key or a Format. Each expert has outer scales of its own: outer="tensor" (or "expert") is one
+            per expert.
         offsets: int32 [E], the ends of the experts' rows; ends that are equal are an expert without rows. Rows past the
             last one are not read, be they NaN: their codes and scales are zero.
         axis: -1; or -2 for x.mT.
@@ -115,7 +116,7 @@ def grouped_quantize(
     """
     if not isinstance(x, QTensor):
         check_input("x", x)
-    spec = Spec.parse(spec) if isinstance(spec, str) else spec
+    spec = as_spec(spec)
     check_place(axis, role)
     if offsets is not None:
         check_offsets(offsets, x)

@@ -29,9 +29,10 @@ from typing import Any
 
 from .. import files
 from ..errors import Refused
+from .formats import Format
 from .policy import KEEP, Policy
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
-from .spec import Spec
+from .spec import Spec, as_spec
 
 GEMMS = {"fprop": Fprop, "dgrad": Dgrad, "wgrad": Wgrad}
 RECIPES = ("pretrain", "rl_sampler", "rl_trainer")
@@ -208,10 +209,10 @@ def _recipe(where: str, data: object) -> Recipe:
 def _spec(where: str, key: object) -> Spec | None:
     if key is None or key == "bf16":
         return None
-    if not isinstance(key, str):
+    if not isinstance(key, (str, Format, Spec)):
         raise Refused(f"{where} is {key!r}; accepted: a spec such as 'nvfp4/sweep', or 'bf16'")
     try:
-        return Spec.parse(key)
+        return as_spec(key)
     except ValueError as error:
         raise Refused(f"{where}: {error}") from None
 

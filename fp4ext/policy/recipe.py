@@ -5,7 +5,7 @@
     wgrad:  dw = dyᵀ · x         contraction over the T tokens:   NT form  dyᵀ · (xᵀ)ᵀ
 
 An operand whose Spec is None is not quantized (it is BF16 under autocast). A GEMM whose operands both have None is
-plain.
+plain. A Format, its name or a key stands for the Spec that as_spec makes of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import Refused
-from .spec import Spec
+from .spec import Spec, as_spec
 
 
 def short_repr(self: Any) -> str:
@@ -25,7 +25,15 @@ def short_repr(self: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Fprop:
+class _Operands:
+    def __post_init__(self) -> None:
+        for name, value in list(vars(self).items()):
+            if name != "from_fprop" and value is not None:
+                object.__setattr__(self, name, as_spec(value))  # frozen
+
+
+@dataclass(frozen=True)
+class Fprop(_Operands):
     """The forward GEMM, y = x·wᵀ: how x and w are quantized."""
 
     x: Spec | None = None
@@ -34,7 +42,7 @@ class Fprop:
 
 
 @dataclass(frozen=True)
-class Dgrad:
+class Dgrad(_Operands):
     """The GEMM of the input's gradient, dx = dy·w: how dy and w are quantized.
 
     `from_fprop`: quantize ŵ, the dequantized operand of the forward, instead of w. dx is then the gradient of the
@@ -48,7 +56,7 @@ class Dgrad:
 
 
 @dataclass(frozen=True)
-class Wgrad:
+class Wgrad(_Operands):
     """The GEMM of the weight's gradient, dw = dyᵀ·x: how dy and x are quantized.
 
     `from_fprop`: quantize x̂, the dequantized operand of the forward, instead of x.

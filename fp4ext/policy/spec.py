@@ -116,6 +116,19 @@ class Spec:
         return self.key
 
 
+def as_spec(spec: Spec | Format | str) -> Spec:
+    """The Spec that is meant by a Spec, by a Format, by the name of one, or by a key such as "nvfp4/sweep".
+
+    Every public function that takes a spec reads it by this one, so that all take the same spellings.
+
+    Raises:
+        Refused: no format of that name, or what Spec refuses.
+    """
+    if isinstance(spec, Spec):
+        return spec
+    return Spec.parse(spec) if isinstance(spec, str) else Spec(spec)
+
+
 def _one_of(what: str, value: object, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise Refused(f"unknown {what}: {value!r}; accepted: {', '.join(accepted)}")
