@@ -163,6 +163,7 @@ FOLDERS = {"ops": "csrc/ops", "numerics": "csrc/numerics", "simt": "csrc/cuda", 
 OF_A_PACKAGE = {
     "audit": "experts faults run",
     "conversion": "decision_walk",
+    "distributed": "checkpoints",
     "export": "decision embeddings experts foreign fuzz hostile judges safety",
     "nn": "inference packed_training unbiased_products",
     "reference": "error_table scale_rules sharding stochastic torchao unbiased",
