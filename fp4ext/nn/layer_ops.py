@@ -130,7 +130,8 @@ def _layer(
     cut = Shards(place, groups) if groups else offsets
     xq, x_kept = _forward_operand(x, recipe.fprop.x, _kept(recipe, "x"), keep_x, "x", cut, fprop, wgrad)
     wq, w_kept = _forward_operand(w, recipe.fprop.w, _kept(recipe, "w"), keep_w, "w", cut, fprop, dgrad)
-    return product(xq, wq, bias, offsets, x.dtype), states, *_parts(x_kept, x), *_parts(w_kept, w)
+    y = product(xq, wq, bias, offsets, x.dtype, accumulate=recipe.accumulate)
+    return y, states, *_parts(x_kept, x), *_parts(w_kept, w)
 
 
 def _draw(x: Tensor, place: Sequence[int], groups: str) -> Tensor:
@@ -237,11 +238,11 @@ def _backward(
     if need_dx:
         kept = _rebuilt(w, _kept(r, "w"), [*experts, n, k], None, x_dtype)
         wt = _backward_operand(kept, r.dgrad.w, r.dgrad.from_fprop, "w", cut, rng_dgrad, x_dtype)
-        dx = _gradient(dy_row, wt, kept, offsets, x_dtype)
+        dx = _gradient(dy_row, wt, kept, offsets, x_dtype, r.accumulate)
     if need_dw:
         kept = _rebuilt(x, _kept(r, "x"), [tokens, k], offsets, x_dtype)
         xt = _backward_operand(kept, r.wgrad.x, r.wgrad.from_fprop, "x", cut, rng_wgrad, x_dtype)
-        dw = _gradient(dy_col, xt, kept, offsets, torch.float32).to(w_dtype)
+        dw = _gradient(dy_col, xt, kept, offsets, torch.float32, r.accumulate).to(w_dtype)
     return dx, dw
 
 
@@ -311,7 +312,13 @@ def _backward_operand(
 
 
 def product(
-    a: Operand, b: Operand, bias: Tensor | None, offsets: Tensor | None, dtype: torch.dtype, own: bool = False
+    a: Operand,
+    b: Operand,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    dtype: torch.dtype,
+    own: bool = False,
+    accumulate: str = "invariant",
 ) -> Tensor:
     """a·bᵀ + bias, in `dtype`. A plain b (master weights, say) takes the dtype of a; two plain operands of a dense
     layer are torch's, unless it is to be fp4ext's `own` product."""
@@ -319,17 +326,19 @@ def product(
         b = b.to(a.dtype)
     out = torch.float32 if dtype == torch.float16 else dtype
     if offsets is not None:
-        return grouped_gemm(a, b, offsets, out).to(dtype)
+        return grouped_gemm(a, b, offsets, out, accumulate).to(dtype)
     if isinstance(a, Tensor) and isinstance(b, Tensor) and not own:
         return F.linear(a, b, None if bias is None else bias.to(a.dtype)).to(dtype)
-    return gemm(a, b, bias, out).to(dtype)
+    return gemm(a, b, bias, out, accumulate=accumulate).to(dtype)
 
 
-def _gradient(a: Operand, b: Operand, kept: Operand, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _gradient(
+    a: Operand, b: Operand, kept: Operand, offsets: Tensor | None, dtype: torch.dtype, accumulate: str
+) -> Tensor:
     """a·bᵀ of a backward, b made of what the forward kept. Where b is a dequantized operand and a plain, this is the
     BF16 backward of a 4-bit forward; on a CPU fp4ext's own product, for torch's is slow without BF16 instructions."""
     own = not isinstance(kept, Tensor) and a.device.type == "cpu"
-    return product(a, b, None, offsets, dtype, own)
+    return product(a, b, None, offsets, dtype, own, accumulate)
 
 
 def copy_for_dgrad(parts: list[Tensor], recipe: Recipe, n: int, k: int) -> list[Tensor]:

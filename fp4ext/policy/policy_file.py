@@ -54,6 +54,7 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rules": (lambda v: _is_list(v, object), "a list of tables, each of a pattern and a recipe"),
     "bf16_forward_from": (lambda v: v is None or (type(v) is int and v >= 0), "a step, a whole number from 0"),
     "mean_split": (lambda v: isinstance(v, bool), "true, false"),
+    "invariant": (lambda v: isinstance(v, bool), "true, false"),
 }
 
 
@@ -111,7 +112,7 @@ def to_dict(policy: Policy) -> Table:
     adds = policy.keep[: len(KEEP)] == KEEP
     out: Table = {"name": policy.name}
     out |= {"keep_also": list(policy.keep[len(KEEP) :])} if adds else {"keep": list(policy.keep)}
-    for name in ("keep_last", "bf16_forward_from", "mean_split", "stats_every"):
+    for name in ("keep_last", "bf16_forward_from", "mean_split", "invariant", "stats_every"):
         value = getattr(policy, name)
         if value:
             out[name] = value

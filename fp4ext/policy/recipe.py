@@ -17,6 +17,8 @@ from typing import Any
 from ..errors import Refused
 from .spec import Spec, as_spec
 
+ACCUMULATE = ("invariant", "fast")
+
 
 def short_repr(self: Any) -> str:
     """The repr of a dataclass without the fields that have their defaults: a default of a signature stays short."""
@@ -78,17 +80,23 @@ class Recipe:
     y = Q(x - 1μᵀ)·Q(w)ᵀ + 1·(w·μ)ᵀ. Activations with a large common component then spend their 4 bits on the
     differences. μ depends on the batch, so the sampler never splits it off.
 
+    `accumulate`: "fast" or "invariant", the order of the products' sums (see fp4ext.gemm). A policy asks for
+    "invariant" where sampler and trainer have to agree.
+
     Raises:
-        ValueError: a GEMM whose two operands have different RHTs, which would not cancel.
+        ValueError: a GEMM whose two operands have different RHTs, which would not cancel; an unknown `accumulate`.
     """
 
     fprop: Fprop = Fprop()
     dgrad: Dgrad = Dgrad()
     wgrad: Wgrad = Wgrad()
     mean_split: bool = False
+    accumulate: str = "fast"
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
+        if self.accumulate not in ACCUMULATE:
+            raise Refused(f"accumulate is {self.accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
         for gemm, a, b in (
             ("fprop", self.fprop.x, self.fprop.w),
             ("dgrad", self.dgrad.dy, self.dgrad.w),
@@ -118,17 +126,19 @@ class Recipe:
     @property
     def key(self) -> str:
         """The recipe as one string, as the layers' ops take it; `parse` reads it. It leaves out mean_split."""
-        return " ".join(_word(value) for gemm in (self.fprop, self.dgrad, self.wgrad) for value in vars(gemm).values())
+        words = [_word(value) for gemm in (self.fprop, self.dgrad, self.wgrad) for value in vars(gemm).values()]
+        return " ".join([*words, self.accumulate])
 
     @classmethod
     @functools.cache
     def parse(cls, key: str) -> Recipe:
         """The recipe of a key, without mean_split: the layer splits the mean before it calls an op."""
-        x, w, dgrad_dy, dgrad_w, dgrad_from_fprop, wgrad_dy, wgrad_x, wgrad_from_fprop = key.split()
+        x, w, dgrad_dy, dgrad_w, dgrad_from_fprop, wgrad_dy, wgrad_x, wgrad_from_fprop, accumulate = key.split()
         return cls(
             Fprop(_spec(x), _spec(w)),
             Dgrad(_spec(dgrad_dy), _spec(dgrad_w), dgrad_from_fprop == "True"),
             Wgrad(_spec(wgrad_dy), _spec(wgrad_x), wgrad_from_fprop == "True"),
+            accumulate=accumulate,
         )
 
     @property

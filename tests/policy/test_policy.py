@@ -109,14 +109,27 @@ def test_the_first_rule_that_fits_counts():
 def test_a_rule_without_a_sampler_reaches_the_rl_stages():
     mx = policies.get("mxfp8").pretrain
     policy = Policy("p", policies.get("end_to_end").pretrain, rules=(("down", mx),))
-    assert policy.recipe("rl_sampler", "down") == policy.recipe("rl_trainer", "down") == Recipe(mx.fprop)
+    assert policy.recipe("rl_sampler", "down") == policy.recipe("rl_trainer", "down") == in_order(Recipe(mx.fprop))
 
 
 def test_a_trainer_may_have_its_own_backward():
     mx = Spec("mxfp8")
     sampler = policies.get("end_to_end").rl_sampler
     trainer = Recipe(sampler.fprop, Dgrad(mx, mx, True), Wgrad(mx, mx, True))
-    assert policies.get("end_to_end").with_(rl_trainer=trainer).recipe("rl_trainer", "up") == trainer
+    assert policies.get("end_to_end").with_(rl_trainer=trainer).recipe("rl_trainer", "up") == in_order(trainer)
+
+
+def in_order(recipe):
+    """A recipe as the RL stages run it."""
+    return dataclasses.replace(recipe, accumulate="invariant")
+
+
+@pytest.mark.parametrize("name", [name for name in policies.names() if name != "bf16"])
+def test_sums_are_invariant_where_sampler_and_trainer_have_to_agree(name):
+    policy = policies.get(name)
+    orders = {stage: recipe.accumulate for stage, recipe in policy.recipes("up").items()}
+    assert orders == {"pretrain": "fast", "rl_sampler": "invariant", "rl_trainer": "invariant"}
+    assert {r.accumulate for r in policy.with_(invariant=True).recipes("up").values()} == {"invariant"}
 
 
 def test_bf16_forward_from():
@@ -124,7 +137,7 @@ def test_bf16_forward_from():
     early, late = policy.recipe("pretrain", "up", 99), policy.recipe("pretrain", "up", 100)
     assert early == policy.pretrain
     assert late == dataclasses.replace(early, fprop=Fprop()) and late.dgrad.dy is not None
-    assert policy.recipe("rl_sampler", "up", 100) == policy.rl_sampler
+    assert policy.recipe("rl_sampler", "up", 100) == in_order(policy.rl_sampler)
     assert policies.get("nvidia").recipe("pretrain", "up", 10**9) == early
 
 
