@@ -113,7 +113,9 @@ test-gpu: build/cuda/package  ## on a machine with a GPU: bytes, bounds, invaria
 	$(IN_PACKAGE) import torch, fp4ext; assert torch.cuda.is_available() and fp4ext._C.cuda_kernel_sets, fp4ext.backends()'
 	$(IN_PACKAGE) $(PYTEST)' tests/gpu
 	if $(SANITIZE) $(GPU_PYTHON) -c 'import torch; torch.zeros(1, device="cuda")' > /dev/null 2>&1; then \
-	  $(SANITIZE) $(IN_PACKAGE) $(PYTEST)' tests/gpu -k sanitized; \
+	  for tool in memcheck racecheck synccheck; do \
+	    PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) --tool $$tool $(IN_PACKAGE) $(PYTEST)' tests/gpu -k sanitized || exit 1; \
+	  done; \
 	else echo "compute-sanitizer is not here, or does not work with this driver: that check was left out"; fi
 
 bench-gpu: build/cuda/package  ## on a machine with a GPU: bandwidth and speed, rows to bench_out/gpu.jsonl

@@ -28,6 +28,7 @@ class OnDevice {
   explicit OnDevice(const Tensor& t) : guard_(t.get_device_index()) {
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream_) == 0, "no current CUDA stream");
   }
+  explicit OnDevice(int device) : guard_(device) {}  // its legacy stream
   cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_); }
   static int index(const Tensor& t) { return t.get_device_index(); }
 
@@ -49,6 +50,7 @@ inline bool is_recording() {
 #else
 struct OnDevice {
   explicit OnDevice(const Tensor&) {}
+  explicit OnDevice(int) {}
   cudaStream_t stream() const { return nullptr; }
   static int index(const Tensor&) { return simt::options().device; }
 };

@@ -66,6 +66,7 @@ const Native& native_on(int device) {
   const std::lock_guard lock(mutex);
   Native& native = devices[device];
   if (native.tested) return native;
+  const OnDevice here(device);  // whichever device is the current one
   const int sm = capability(device);
   static_cast<Kernels&>(native) = native_kernels(sm);
   if (!native.gemm) {

@@ -183,8 +183,8 @@ def _recipe(t: QTensor) -> tuple[list, list]:
 
 def _codes(t: QTensor) -> Tensor:
     """As torch knows them."""
-    codes = t.codes.view(torch.float4_e2m1fn_x2) if t.format.codes_per_byte == 2 else t.codes
-    return codes.contiguous()
+    codes = t.codes.contiguous()  # before the view: torch may have no strided copy of float4
+    return codes.view(torch.float4_e2m1fn_x2) if t.format.codes_per_byte == 2 else codes
 
 
 def _matrix(t: QTensor) -> tuple[Tensor, list[Tensor]]:

@@ -203,7 +203,7 @@ def test_gemm_adds():
         x, w, bias = (
             to_gpu(operand("nvfp4", m, 128, seed=1)),
             to_gpu(operand("nvfp4", 24, 128, seed=2)),
-            torch.randn(24),
+            torch.randn(24, device=GPU),
         )
         for backend, accumulate in (*((b, "invariant") for b in backends()), ("fast", "fast")):
             out = torch.randn(m, 24, device=GPU)

@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t amax(const Input& in, const Copy& copy, float* amax, int64_t groups, cudaStream_t stream) {
+  if (groups == 0) return cudaSuccess;
   const cudaError_t error = cudaMemsetAsync(amax, 0, groups * sizeof(float), stream);
   if (error != cudaSuccess || in.batch * in.rows * in.cols == 0) return error;
   const bool through_tile = copy.colwise || needs_tile(in);
