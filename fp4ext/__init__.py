@@ -42,6 +42,7 @@ __all__ = [
     "backends",
     "convert",
     "current_stage",
+    "distributed",
     "export",
     "formats",
     "gemm",
@@ -65,11 +66,11 @@ __all__ = [
 ]
 
 
-_LAZY = ("audit", "export", "integrations", "train")
+_LAZY = ("audit", "distributed", "export", "integrations", "train")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import fp4ext.audit, export, integrations or train when it is first used: the rest does not need them."""
+    """Import a package that the rest does not need when it is first used."""
     if name in _LAZY:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,7 +24,7 @@ ORDER = """
     nn
     conversion
     fp4ext
-    audit export integrations
+    audit distributed export integrations
     train
     cli
     __main__
@@ -138,7 +138,7 @@ def test_no_module_hides_behind_a_function():
 
 def public_callables():
     """Whatever the faces of fp4ext and of its packages offer that can be called."""
-    for package in ("", ".policy", ".functional", ".nn", ".conversion", ".audit", ".export", ".train"):
+    for package in ("", ".policy", ".functional", ".nn", ".conversion", ".audit", ".distributed", ".export", ".train"):
         module = importlib.import_module(f"fp4ext{package}")
         for name in module.__all__:
             thing = getattr(module, name)
@@ -163,6 +163,7 @@ FOLDERS = {"ops": "csrc/ops", "numerics": "csrc/numerics", "simt": "csrc/cuda", 
 OF_A_PACKAGE = {
     "audit": "experts faults run",
     "conversion": "decision_walk",
+    "distributed": "checkpoints",
     "export": "decision embeddings experts foreign fuzz hostile judges safety",
     "nn": "inference packed_training unbiased_products",
     "reference": "error_table scale_rules sharding stochastic torchao unbiased",

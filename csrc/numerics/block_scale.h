@@ -11,7 +11,10 @@
 namespace fp4ext {
 
 enum class ScaleRule { amax, four_over_six, four_over_six_mae, four_over_six_absmax, sweep, minvar, ceil, floor };
-enum class Rounding { nearest, stochastic, eden };
+enum class Rounding { nearest, stochastic, eden, eden_block };
+
+// MS-EDEN corrects the block scales: by one S per rotated vector, or per block.
+FP4_HD constexpr bool is_eden(Rounding rounding) { return rounding == Rounding::eden || rounding == Rounding::eden_block; }
 
 template <class F>
 struct Outer {
@@ -59,6 +62,16 @@ FP4_HD F encode_multiplier(F decode) {
   return min_of(constant<F>(1.0f) / decode, constant<F>(kFloatMax));
 }
 
+// P, the power of two that brings a normal S_dec into [1, 2). Squares are summed of values times P, so that neither the
+// smallest nor the largest tensors underflow or overflow in them; on all others the multiplication is exact and moves no
+// bit. P itself is always normal.
+template <class F>
+FP4_HD F normalizer(F S_dec) {
+  using U = UintOf<F>;
+  const U exponent = bits(S_dec) >> 23;
+  return as_float((U(254u) - select(exponent > U(253u), U(253u), exponent)) << 23);
+}
+
 // The errors by which candidates are compared, accumulated in index order.
 struct SquaredError {
   template <class F>
@@ -90,19 +103,21 @@ struct InOrder {
   }
 };
 
-// The errors of a block, given as magnitudes, under each of C candidate scale bytes. Signs never matter: x and its code
-// have the same. The sums are chains of additions in index order; side by side, the candidates hide each other's
+// The errors of a block, given as magnitudes, under each of C candidate scale bytes, times P. Signs never matter: x and
+// its code have the same. The sums are chains of additions in index order; side by side, the candidates hide each other's
 // latency.
 template <class Error, int N, int C, class F, class Sum>
 FP4_HD void nearest_errors(const F* magnitude, const UintOf<F>* s, F S_dec, F* error, const Sum& sum) {
-  F dec[C], enc[C];
+  const F P = normalizer(S_dec);
+  F dec[C], enc[C];  // dec: times P
   for (int c = 0; c < C; ++c) {
-    dec[c] = decode_multiplier(E4M3::decode(s[c]), S_dec);
-    enc[c] = encode_multiplier(dec[c]);
+    const F decode = decode_multiplier(E4M3::decode(s[c]), S_dec);
+    dec[c] = decode * P;
+    enc[c] = encode_multiplier(decode);
     error[c] = constant<F>(0.0f);
   }
   sum.template operator()<N, C>(
-      error, [&](F e, int i, int c) { return Error::add(e, magnitude[i] - E2M1::round(magnitude[i] * enc[c]) * dec[c]); });
+      error, [&](F e, int i, int c) { return Error::add(e, magnitude[i] * P - E2M1::round(magnitude[i] * enc[c]) * dec[c]); });
 }
 
 // The variance of stochastic rounding, Σ (hi-y)(y-lo), in units of the block's scale, times that scale squared.

@@ -143,14 +143,9 @@ struct Job {
     const Tensor amax = given ? *given : measure(device);
     enc = new_groups(), dec = new_groups();
     auto *e = static_cast<float*>(enc.data_ptr()), *d = static_cast<float*>(dec.data_ptr());
-    const cuda::OuterArgs args{static_cast<const float*>(amax.data_ptr()),
-                               num_groups(),
-                               spec.scale,
-                               spec.rounding == Rounding::eden,
-                               spec.outer == OuterKind::pow2,
-                               e,
-                               d,
-                               static_cast<float*>(global.data_ptr())};
+    const cuda::OuterArgs args{
+        static_cast<const float*>(amax.data_ptr()), num_groups(), spec.scale, is_eden(spec.rounding), spec.outer == OuterKind::pow2, e, d,
+        static_cast<float*>(global.data_ptr())};
     check_launch("outer_scales", cuda::outer_scales(args, device.stream()));
     copy.outer_enc = e, copy.outer_dec = d;
     if (along_rows()) spread(device);

@@ -41,7 +41,7 @@ inline QuantizeSpec parse_spec(const std::string& key) {
                                                   {"ceil", ScaleRule::ceil},
                                                   {"floor", ScaleRule::floor}};
   static constexpr Choice<Rounding> kRoundings[] = {
-      {"nearest", Rounding::nearest}, {"stochastic", Rounding::stochastic}, {"eden", Rounding::eden}};
+      {"nearest", Rounding::nearest}, {"stochastic", Rounding::stochastic}, {"eden", Rounding::eden}, {"eden_block", Rounding::eden_block}};
   static constexpr Choice<bool> kBlocks[] = {{"1x16", false}, {"16x16", true}, {"1x32", false}};
   static constexpr Choice<OuterKind> kOuters[] = {{"tensor", OuterKind::tensor},
                                                   {"pow2", OuterKind::pow2},
@@ -76,8 +76,10 @@ inline QuantizeSpec parse_spec(const std::string& key) {
   if (s.rounding == Rounding::eden)
     STD_TORCH_CHECK(nvfp4 && s.rht && (s.scale == ScaleRule::amax || s.scale == ScaleRule::sweep), "spec '", key,
                     "': eden rounding needs nvfp4, an rht, and the scale rule amax or sweep");
-  STD_TORCH_CHECK(!s.tile || (s.rounding != Rounding::eden && !s.rht), "spec '", key,
-                  "': 16x16 blocks take neither eden rounding nor an rht");
+  if (s.rounding == Rounding::eden_block)
+    STD_TORCH_CHECK(nvfp4 && s.rht && s.scale == ScaleRule::amax, "spec '", key,
+                    "': eden_block rounding needs nvfp4, an rht, and the scale rule amax");
+  STD_TORCH_CHECK(!s.tile || (!is_eden(s.rounding) && !s.rht), "spec '", key, "': 16x16 blocks take neither eden rounding nor an rht");
   STD_TORCH_CHECK(!s.tile || s.outer != OuterKind::row, "spec '", key,
                   "': a 16x16 tile has one scale for 16 rows; accepted outer scales: tensor, pow2, expert");
   return s;

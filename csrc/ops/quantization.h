@@ -54,7 +54,7 @@ struct OuterScales {
 
   OuterScales() = default;
   OuterScales(const QuantizeSpec& spec, const float* amax, int64_t n, float* global) : enc(n), dec(n) {
-    const bool eden = spec.rounding == Rounding::eden, pow2 = spec.outer == OuterKind::pow2;
+    const bool eden = is_eden(spec.rounding), pow2 = spec.outer == OuterKind::pow2;
     for (int64_t i = 0; i < n; ++i) {
       const auto outer =
           eden && spec.scale == ScaleRule::amax ? eden_outer_scale(amax[i], pow2) : outer_scale(amax[i], outer_target(spec.scale), pow2);

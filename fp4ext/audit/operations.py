@@ -94,16 +94,19 @@ def moved(op: Op) -> float:
 def arithmetic(spec: Spec) -> float:
     """fp32 operations an element that a quantizer needs, counted from docs/numerics.md; no GPU was measured.
 
-    A candidate scale costs a multiplication, a rounding of 3, and the error's 3; a Philox call of 10 rounds serves 8
-    elements; a butterfly is an addition an element.
+    A candidate scale costs a multiplication, a rounding of 3, and the error's 3; errors are of normalized elements,
+    which is one more multiplication; a Philox call of 10 rounds serves 8 elements; a butterfly is an addition per
+    element.
     """
     candidates = {"four_over_six": 2, "four_over_six_mae": 2, "four_over_six_absmax": 2, "sweep": 5, "minvar": 6}
     tried = (candidates | {"amax": 0, "ceil": 0, "floor": 0})[spec.scale]
     count = 8 + 7 * tried  # magnitude, maximum, scale, multiply, round, pack
+    if tried and spec.scale != "minvar":
+        count += 1
     if spec.rounding == "stochastic":
         count += 10 * 7 / 8 + 3
-    if spec.rounding == "eden":
-        count += 5  # S: two products, two sums, and the scale's rounding
+    if spec.is_eden:
+        count += 6  # S: an element normalized, two products, two sums, and the scale's rounding
     if spec.rht != "none":
         n, _, stages = spec.rht.partition("x")
         count += int(stages or 1) * (2 + int(n).bit_length() - 1) + (2 if stages else 0)

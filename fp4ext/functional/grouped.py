@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import Refused
-from ..policy.spec import Spec
+from ..policy.formats import Format
+from ..policy.spec import Spec, as_spec
 from . import cublas, ops
 from .gemms import check_choices, operand
 from .qtensor import BlockScaled, QTensor, Ragged
@@ -30,7 +31,7 @@ from .quantization import OnDevice, check_device, check_input, check_place, rng_
 @overload
 def grouped_quantize(
     x: Tensor | QTensor,
-    spec: Spec | str,
+    spec: Spec | Format | str,
     offsets: None = None,
     *,
     axis: int = -1,
@@ -42,7 +43,7 @@ def grouped_quantize(
 @overload
 def grouped_quantize(
     x: Tensor | QTensor,
-    spec: Spec | str,
+    spec: Spec | Format | str,
     offsets: Tensor | None = None,
     *,
     axis: Literal[-1] = -1,
@@ -54,7 +55,7 @@ def grouped_quantize(
 @overload
 def grouped_quantize(
     x: Tensor | QTensor,
-    spec: Spec | str,
+    spec: Spec | Format | str,
     offsets: Tensor | None = None,
     *,
     axis: int = -1,
@@ -65,7 +66,7 @@ def grouped_quantize(
 
 def grouped_quantize(
     x: Tensor | QTensor,
-    spec: Spec | str,
+    spec: Spec | Format | str,
     offsets: Tensor | None = None,
     *,
     axis: int = -1,
@@ -77,8 +78,8 @@ def grouped_quantize(
     Args:
         x: fp32, bf16 or fp16: [T, K], rows sorted by expert; or [E, N, K] without offsets. A QTensor is dequantized and
             quantized again.
-        spec: a Spec or its key. Each expert has outer scales of its own: outer="tensor" (or "expert") is one per
-            expert.
+        spec: a Spec, its key or a Format. Each expert has outer scales of its own: outer="tensor" (or "expert") is one
+            per expert.
         offsets: int32 [E], the ends of the experts' rows; an expert whose end equals the one before has no rows. The
             unassigned rows past the last end are not read, even if they are NaN: their codes and scales are zero.
         axis: -1; or -2 to quantize x.mT.
@@ -96,7 +97,7 @@ def grouped_quantize(
     """
     if not isinstance(x, QTensor):
         check_input("x", x)
-    spec = Spec.parse(spec) if isinstance(spec, str) else spec
+    spec = as_spec(spec)
     check_place(axis, role)
     if offsets is not None:
         check_offsets(offsets, x)

@@ -254,14 +254,15 @@ def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
 #   dependency, which keeps program order through every pass and makes no two calls equal.
 
 
-def draw_states(like: Tensor, streams: int) -> Tensor:
+def draw_states(like: Tensor, streams: int, rank: int | None = None) -> Tensor:
     """Draw RNG states {seed, offset}, int64 [streams, 2], from torch's generator for the device of `like`.
 
-    The rank is folded into the states. Trainers give all ranks one seed; all would then round the tensors that they
-    share (the weights in dgrad) and draw the signs of an RHT alike, and the mean over ranks would keep that noise.
+    The rank is folded into the states: this process's own, or `rank`, where several processes draw alike. Trainers give
+    all ranks one seed; all would then round the tensors that they share (the weights in dgrad) and draw the signs of an
+    RHT alike, and the mean over ranks would keep that noise.
     """
     states = torch.randint(2**63 - 1, (streams, 2), dtype=torch.int64, device=like.device)
-    rank = _own_rank()
+    rank = _own_rank() if rank is None else rank
     return states ^ (rank * 0x9E3779B97F4A7C15 & 2**63 - 1) if rank else states  # an odd constant: all ranks differ
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import Refused
 from ..policy import formats
 from ..policy.formats import Format
-from ..policy.spec import Spec
+from ..policy.spec import Spec, as_spec
 from . import ops
 from .qtensor import QTensor
 
@@ -34,7 +34,8 @@ def quantize(
     Args:
         x: fp32, bf16 or fp16, any number of dimensions, any strides. Or a QTensor: its dequantized values (in fp32) are
             quantized again, along either axis, without a whole copy of them in memory.
-        format: "nvfp4", "mxfp8", "mxfp8_e5m2", "mxfp4", or a whole Spec, which then says everything up to `rht`.
+        format: "nvfp4", "mxfp8", "mxfp8_e5m2", "mxfp4", a Format; or a whole Spec or its key, such as
+            "nvfp4/sweep", which then says everything up to `rht`.
         scale, rounding, block, outer, rht: see Spec.
         axis: -1; or -2 to quantize x.mT, whose contraction is x's second last axis, as the backward GEMMs need it.
         rng: the RNG state: an int seed, or an int64 tensor {seed, offset} or {seed, offset, row, k}, where row and k
@@ -59,8 +60,8 @@ def quantize(
     """
     if not isinstance(x, QTensor):
         check_input("x", x)
-    if isinstance(format, Spec):
-        spec = format
+    if isinstance(format, Spec) or (isinstance(format, str) and "/" in format):
+        spec = as_spec(format)
         also = {"scale": scale, "block": block, "outer": outer, "rht": rht}
         also["rounding"] = None if rounding == "nearest" else rounding
         given = [f"{name}={value!r}" for name, value in also.items() if value is not None]

@@ -11,7 +11,9 @@ from __future__ import annotations
 try:
     from transformers import TrainerCallback
 except ImportError:
-    raise ImportError("fp4ext.trainer needs transformers: pip install 'fp4ext[transformers]'") from None
+    raise ImportError(
+        "fp4ext.integrations.transformers needs transformers: pip install 'fp4ext[transformers]'"
+    ) from None
 
 from ..conversion.in_place import set_step
 

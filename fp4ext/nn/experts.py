@@ -92,14 +92,23 @@ def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> Ten
         ValueError: shapes or devices that don't fit, a recipe that has no backward, or one that splits the mean.
         NotImplementedError: a second or a forward-mode derivative, a transform of torch.func.
     """
+    if hasattr(w, "device_mesh"):
+        w = _own_experts(w)
     _check(x, w, offsets, recipe)
     recorded = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if recorded:
         recipe.check_backward()
     x = layer_ops.by_autocast(x)
     if recorded:
-        return RecordedLinear.apply(x, w, None, offsets, recipe)
+        return RecordedLinear.apply(x, w, None, offsets, recipe, (), "")
     return layer_ops.forward(x, w, None, offsets, recipe, False, False)[0]
+
+
+def _own_experts(w: Tensor) -> Tensor:
+    """This rank's experts of a DTensor that is cut between experts (fp4ext.distributed.ExpertParallel)."""
+    if not all(p.is_shard(0) or p.is_replicate() for p in w.placements):
+        raise Refused(f"the weight is placed as {w.placements}; accepted for experts: Shard(0), Replicate()")
+    return w.to_local()
 
 
 def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> None:

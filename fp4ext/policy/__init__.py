@@ -7,7 +7,7 @@ Specs of the six operands of a linear layer's three GEMMs. A Policy gives each m
 from .formats import Format
 from .policy import Policy
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
-from .spec import Spec
+from .spec import Spec, as_spec
 from .stages import current_stage, stage
 
-__all__ = ["Dgrad", "Format", "Fprop", "Policy", "Recipe", "Spec", "Wgrad", "current_stage", "stage"]
+__all__ = ["Dgrad", "Format", "Fprop", "Policy", "Recipe", "Spec", "Wgrad", "as_spec", "current_stage", "stage"]

@@ -6,7 +6,7 @@
 | mxfp8 | MXFP8 ceil | same | same |
 | nvidia (arXiv 2509.25149) | amax; w 16×16 | dy stochastic; the same 2-D w | RHT16; dy stochastic, x nearest |
 | four_over_six (arXiv 2512.02010) | four_over_six; w 16×16 | dy stochastic; the same 2-D w | as nvidia |
-| quartet2 (arXiv 2601.22813) | four_over_six | MS-EDEN, one RHT128, on dy and ŵᵀ | the same on dyᵀ and x̂ᵀ |
+| quartet2 (arXiv 2601.22813) | four_over_six | MS-EDEN per block, one RHT128, on dy and ŵᵀ | the same on dyᵀ and x̂ᵀ |
 | end_to_end | sweep | MS-EDEN + sweep, two-stage RHT128, on dy and ŵᵀ | the same on dyᵀ and x̂ᵀ |
 | end_to_end_sr | sweep | of end_to_end, but dy stochastic (minvar) | likewise |
 | mxfp8_backward | sweep | MXFP8, of ŵᵀ | MXFP8, of x̂ᵀ |
@@ -24,8 +24,8 @@ These policies differ from their authors' code:
   TransformerEngine rounds them to BF16.
 - four_over_six: dy and the x of wgrad have amax scales. The authors' layer uses 4/6 there too, which biases dw, since
   rounding after a choice by error is not unbiased.
-- quartet2: S (docs/numerics.md, section 7) is computed over a rotated vector of 128, where Algorithm 1 of the paper
-  computes it over each block of 16.
+- quartet2: S (docs/numerics.md, section 7) is computed over each block of 16, as in Algorithm 1 of the paper; the
+  authors' Triton code computes it over a rotated vector of 128.
 - end_to_end and quartet2 are unbiased in each operand and not in the product: both operands have one rotation, so the
   errors of dy and of x̂ are correlated where the two are parallel, and dw is too large there by 0.7 % and 0.9 %.
   end_to_end_sr removes that for about 1.8 times the variance (docs/numerics.md, section 8).
@@ -47,7 +47,7 @@ _SR = Spec("nvfp4", rounding="stochastic")
 _FOUR_OVER_SIX = Spec("nvfp4", "four_over_six")
 _FOUR_OVER_SIX_TILE = _FOUR_OVER_SIX.with_(block="16x16")
 _SWEEP = Spec("nvfp4", "sweep")
-_EDEN = Spec("nvfp4", "amax", "eden", rht="128")
+_EDEN_BLOCK = Spec("nvfp4", "amax", "eden_block", rht="128")
 _EDEN2 = Spec("nvfp4", "sweep", "eden", rht="128x2")
 _SR2 = Spec("nvfp4", "minvar", "stochastic", rht="128x2")
 _MXFP8 = Spec("mxfp8")
@@ -83,7 +83,7 @@ SHIPPED |= {
             Recipe(Fprop(_FOUR_OVER_SIX, _FOUR_OVER_SIX_TILE), Dgrad(_SR, _FOUR_OVER_SIX_TILE), _NVIDIA_WGRAD),
             _sampler(_FOUR_OVER_SIX),
         ),
-        Policy("quartet2", Recipe(_both(_FOUR_OVER_SIX), *_backward(_EDEN, True)), _sampler(_FOUR_OVER_SIX)),
+        Policy("quartet2", Recipe(_both(_FOUR_OVER_SIX), *_backward(_EDEN_BLOCK, True)), _sampler(_FOUR_OVER_SIX)),
         Policy("end_to_end", Recipe(_both(_SWEEP), *_backward(_EDEN2, True)), _sampler(_SWEEP)),
         Policy(
             "end_to_end_sr",

@@ -68,6 +68,8 @@ class Policy:
         bf16_forward_from: the step from which fprop runs in BF16, which closes most of the loss gap to a BF16 run late
             in training; None: never.
         mean_split: subtract the mean over tokens from x while pretraining (see Recipe).
+        invariant: whether the products of pretraining have the row-invariant order of sums, too, as those of the RL
+            stages always have (see fp4ext.gemm). On a CPU all products have it.
         stats_every: steps between live statistics of the quantizers (fp4ext.audit.Monitor); 0: none.
 
     Raises:
@@ -84,6 +86,7 @@ class Policy:
     rules: tuple[tuple[str, Recipe], ...] = ()
     bf16_forward_from: int | None = None
     mean_split: bool = False
+    invariant: bool = False
     stats_every: int = 0
 
     def __repr__(self) -> str:
@@ -108,6 +111,10 @@ class Policy:
         check_stage(stage)
         if self.keeps(name):
             return Recipe()
+        recipe = self._recipe(stage, name, step)
+        return replace(recipe, accumulate="invariant") if self.invariant or stage != "pretrain" else recipe
+
+    def _recipe(self, stage: str, name: str, step: int) -> Recipe:
         rule = next((recipe for pattern, recipe in self.rules if matches(name, pattern)), None)
         base = rule or self.pretrain
         if stage == "pretrain":

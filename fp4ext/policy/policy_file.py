@@ -29,9 +29,10 @@ from typing import Any
 
 from .. import files
 from ..errors import Refused
+from .formats import Format
 from .policy import KEEP, Policy
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
-from .spec import Spec
+from .spec import Spec, as_spec
 
 GEMMS = {"fprop": Fprop, "dgrad": Dgrad, "wgrad": Wgrad}
 RECIPES = ("pretrain", "rl_sampler", "rl_trainer")
@@ -53,6 +54,7 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rules": (lambda v: _is_list(v, object), "a list of tables, each of a pattern and a recipe"),
     "bf16_forward_from": (lambda v: v is None or (type(v) is int and v >= 0), "a step, a whole number from 0"),
     "mean_split": (lambda v: isinstance(v, bool), "true, false"),
+    "invariant": (lambda v: isinstance(v, bool), "true, false"),
 }
 
 
@@ -110,7 +112,7 @@ def to_dict(policy: Policy) -> Table:
     adds = policy.keep[: len(KEEP)] == KEEP
     out: Table = {"name": policy.name}
     out |= {"keep_also": list(policy.keep[len(KEEP) :])} if adds else {"keep": list(policy.keep)}
-    for name in ("keep_last", "bf16_forward_from", "mean_split", "stats_every"):
+    for name in ("keep_last", "bf16_forward_from", "mean_split", "invariant", "stats_every"):
         value = getattr(policy, name)
         if value:
             out[name] = value
@@ -208,10 +210,10 @@ def _recipe(where: str, data: object) -> Recipe:
 def _spec(where: str, key: object) -> Spec | None:
     if key is None or key == "bf16":
         return None
-    if not isinstance(key, str):
+    if not isinstance(key, (str, Format, Spec)):
         raise Refused(f"{where} is {key!r}; accepted: a spec such as 'nvfp4/sweep', or 'bf16'")
     try:
-        return Spec.parse(key)
+        return as_spec(key)
     except ValueError as error:
         raise Refused(f"{where}: {error}") from None
 

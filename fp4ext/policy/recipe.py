@@ -5,7 +5,7 @@
     wgrad:  dw = dyᵀ · x         contraction over the T tokens:   NT form  dyᵀ · (xᵀ)ᵀ
 
 An operand whose Spec is None is not quantized (it is BF16 under autocast). A GEMM whose operands both have None is
-plain.
+plain. A Format, its name or a key stands for the Spec that as_spec makes of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import Refused
-from .spec import Spec
+from .spec import Spec, as_spec
+
+ACCUMULATE = ("invariant", "fast")
 
 
 def short_repr(self: Any) -> str:
@@ -25,7 +27,15 @@ def short_repr(self: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Fprop:
+class _Operands:
+    def __post_init__(self) -> None:
+        for name, value in list(vars(self).items()):
+            if name != "from_fprop" and value is not None:
+                object.__setattr__(self, name, as_spec(value))  # frozen
+
+
+@dataclass(frozen=True)
+class Fprop(_Operands):
     """The forward GEMM, y = x·wᵀ: how x and w are quantized."""
 
     x: Spec | None = None
@@ -34,7 +44,7 @@ class Fprop:
 
 
 @dataclass(frozen=True)
-class Dgrad:
+class Dgrad(_Operands):
     """The GEMM of the input's gradient, dx = dy·w: how dy and w are quantized.
 
     `from_fprop`: quantize ŵ, the dequantized operand of the forward, instead of w. dx is then the gradient of the
@@ -48,7 +58,7 @@ class Dgrad:
 
 
 @dataclass(frozen=True)
-class Wgrad:
+class Wgrad(_Operands):
     """The GEMM of the weight's gradient, dw = dyᵀ·x: how dy and x are quantized.
 
     `from_fprop`: quantize x̂, the dequantized operand of the forward, instead of x.
@@ -70,17 +80,23 @@ class Recipe:
     y = Q(x - 1μᵀ)·Q(w)ᵀ + 1·(w·μ)ᵀ. Activations with a large common component then spend their 4 bits on the
     differences. μ depends on the batch, so the sampler never splits it off.
 
+    `accumulate`: "fast" or "invariant", the order of the products' sums (see fp4ext.gemm). A policy asks for
+    "invariant" where sampler and trainer have to agree.
+
     Raises:
-        ValueError: a GEMM whose two operands have different RHTs, which would not cancel.
+        ValueError: a GEMM whose two operands have different RHTs, which would not cancel; an unknown `accumulate`.
     """
 
     fprop: Fprop = Fprop()
     dgrad: Dgrad = Dgrad()
     wgrad: Wgrad = Wgrad()
     mean_split: bool = False
+    accumulate: str = "fast"
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
+        if self.accumulate not in ACCUMULATE:
+            raise Refused(f"accumulate is {self.accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
         for gemm, a, b in (
             ("fprop", self.fprop.x, self.fprop.w),
             ("dgrad", self.dgrad.dy, self.dgrad.w),
@@ -110,17 +126,19 @@ class Recipe:
     @property
     def key(self) -> str:
         """The recipe as one string, as the layers' ops take it; `parse` reads it. It leaves out mean_split."""
-        return " ".join(_word(value) for gemm in (self.fprop, self.dgrad, self.wgrad) for value in vars(gemm).values())
+        words = [_word(value) for gemm in (self.fprop, self.dgrad, self.wgrad) for value in vars(gemm).values()]
+        return " ".join([*words, self.accumulate])
 
     @classmethod
     @functools.cache
     def parse(cls, key: str) -> Recipe:
         """The recipe of a key, without mean_split: the layer splits the mean before it calls an op."""
-        x, w, dgrad_dy, dgrad_w, dgrad_from_fprop, wgrad_dy, wgrad_x, wgrad_from_fprop = key.split()
+        x, w, dgrad_dy, dgrad_w, dgrad_from_fprop, wgrad_dy, wgrad_x, wgrad_from_fprop, accumulate = key.split()
         return cls(
             Fprop(_spec(x), _spec(w)),
             Dgrad(_spec(dgrad_dy), _spec(dgrad_w), dgrad_from_fprop == "True"),
             Wgrad(_spec(wgrad_dy), _spec(wgrad_x), wgrad_from_fprop == "True"),
+            accumulate=accumulate,
         )
 
     @property

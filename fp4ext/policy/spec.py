@@ -14,10 +14,10 @@ from ..errors import Refused
 from . import formats
 from .formats import Format
 
-ROUNDINGS = ("nearest", "stochastic", "eden")
+ROUNDINGS = ("nearest", "stochastic", "eden", "eden_block")
 RHTS = ("none", "16", "32", "64", "128", "16x2", "32x2", "64x2", "128x2")
 UNBIASED_SCALES = ("amax", "minvar", "ceil")  # the rules whose scales never clip, which stochastic rounding needs
-EDEN_SCALES = ("amax", "sweep")
+EDEN_SCALES = {"eden": ("amax", "sweep"), "eden_block": ("amax",)}  # by rounding
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Spec:
     Args:
         format: "nvfp4", "mxfp8", "mxfp8_e5m2" or "mxfp4".
         scale: the block scale's rule; default "amax" (NVFP4) or "ceil" (MX). docs/numerics.md, sections 2 and 3.
-        rounding: "nearest", "stochastic" (unbiased; needs scale "amax", "minvar" or "ceil"; section 5) or "eden"
-            (unbiased; needs an RHT; section 7).
+        rounding: "nearest", "stochastic" (unbiased; needs scale "amax", "minvar" or "ceil"; section 5), or "eden"
+            (unbiased; needs an RHT; scales are corrected per rotated vector; section 7) or "eden_block" (the same per
+            block, as published; scale "amax").
         block: "1x16" or "16x16" (NVFP4), "1x32" (MX).
         outer: which elements share an fp32 outer scale: those of a "tensor", a "row" or an "expert" (NVFP4), or "none"
             (MX). "pow2" is one scale per tensor, rounded up to a power of two.
@@ -63,12 +64,12 @@ class Spec:
             unbiased = tuple(s for s in f.scale_rules if s in UNBIASED_SCALES)
             what = f"scale rule for {f} with stochastic rounding (others clip or select by error: biased)"
             _one_of(what, self.scale, unbiased)
-        if self.rounding == "eden":
-            _one_of("format with eden rounding", self.format, ("nvfp4",))
-            _one_of("scale rule with eden rounding", self.scale, EDEN_SCALES)
+        if self.is_eden:
+            _one_of(f"format with {self.rounding} rounding", self.format, ("nvfp4",))
+            _one_of(f"scale rule with {self.rounding} rounding", self.scale, EDEN_SCALES[self.rounding])
             if self.rht == "none":
-                raise Refused(f"eden rounding needs an rht, got 'none'; accepted: {', '.join(RHTS[1:])}")
-        if self.block == "16x16" and (self.rounding == "eden" or self.rht != "none"):
+                raise Refused(f"{self.rounding} rounding needs an rht, got 'none'; accepted: {', '.join(RHTS[1:])}")
+        if self.block == "16x16" and (self.is_eden or self.rht != "none"):
             raise Refused(
                 f"16x16 blocks take neither eden rounding nor an rht, got rounding={self.rounding!r}, "
                 f"rht={self.rht!r}; accepted: rounding nearest or stochastic, rht none"
@@ -102,12 +103,30 @@ class Spec:
         return formats.get(self.format)
 
     @property
+    def is_eden(self) -> bool:
+        """Whether MS-EDEN corrects the block scales, whatever shares a correction."""
+        return self.rounding in EDEN_SCALES
+
+    @property
     def needs_rng(self) -> bool:
         """Whether values are rounded or rotated at random."""
         return self.rounding != "nearest" or self.rht != "none"
 
     def __str__(self) -> str:
         return self.key
+
+
+def as_spec(spec: Spec | Format | str) -> Spec:
+    """The Spec that is meant by a Spec, by a Format, by the name of one, or by a key such as "nvfp4/sweep".
+
+    Every public function that takes a spec reads it by this one, so that all take the same spellings.
+
+    Raises:
+        Refused: no format of that name, or what Spec refuses.
+    """
+    if isinstance(spec, Spec):
+        return spec
+    return Spec.parse(spec) if isinstance(spec, str) else Spec(spec)
 
 
 def _one_of(what: str, value: object, accepted: tuple[str, ...]) -> None:

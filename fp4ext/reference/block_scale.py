@@ -16,7 +16,7 @@ from .elements import E2M1_VALUES, decode_e2m1, decode_e4m3, encode_e2m1, encode
 from .fp32 import FLT_MAX, at_most, bits, divide, f32, from_bits, sum_in_order
 
 EDEN_VAL_MAX = E2M1.max / ((17 / 16) * 0.93)  # fp64; rounded once where it is used
-ERRORS = {  # of candidates, from d = x - decoded: [..., n] -> [...]
+ERRORS = {  # of candidates, from d = (x - decoded)·P: [..., n] -> [...]
     "mse": lambda d: sum_in_order(d * d),
     "mae": lambda d: sum_in_order(d.abs()),
     "absmax": lambda d: d.abs().amax(dim=-1),
@@ -51,6 +51,15 @@ def _power_of_two(s: torch.Tensor) -> torch.Tensor:
     return from_bits(((b + 0x7FFFFF) >> 23) << 23)
 
 
+def normalizer(s_dec: torch.Tensor) -> torch.Tensor:
+    """P of section 2, the power of two that brings a normal S_dec into [1, 2): squares are summed after it is applied.
+
+    2^(127−min(E, 253)), E being the exponent bits of S_dec: P itself is always a normal number.
+    """
+    exponent = (bits(s_dec) >> 23).clamp(max=253)
+    return from_bits((254 - exponent) << 23)
+
+
 def enc(scale_codes: torch.Tensor, s_dec: torch.Tensor) -> torch.Tensor:
     """The encode multiplier of a block: min(1 / fl(float(s)·S_dec), FLT_MAX). Law 2."""
     return at_most(divide(1.0, decode_e4m3(scale_codes) * s_dec), FLT_MAX)
@@ -60,7 +69,7 @@ def nvfp4_scales(x: torch.Tensor, outer: Outer, scale: str, rounding: str) -> to
     """uint8 E4M3 codes [...] for blocks [..., n]. scale: a Spec's rule; rounding: a Spec's rounding. Law 2, 5, 7."""
     block_amax = x.abs().amax(dim=-1)
     if scale == "amax":
-        if rounding == "eden":
+        if rounding in ("eden", "eden_block"):
             codes = _eden_amax(block_amax, outer)
         else:
             codes = _amax(block_amax, outer, "up" if rounding == "stochastic" else "nearest")
@@ -110,9 +119,10 @@ def _least(x, outer, candidates, cost):
 
 
 def _difference(x, codes, outer):
-    """fl(x − fl(q·fl(float(s)·S_dec))), q nearest. [..., n]."""
+    """fl(fl(x·P) − fl(q·fl(fl(float(s)·S_dec)·P))), q nearest. [..., n]."""
     q = decode_e2m1(encode_e2m1(x * enc(codes, outer.decode)[..., None]))
-    return x - q * (decode_e4m3(codes) * outer.decode)[..., None]
+    p = normalizer(outer.decode)
+    return x * p[..., None] - q * (decode_e4m3(codes) * outer.decode * p)[..., None]
 
 
 def _squared_error(x, codes, outer):

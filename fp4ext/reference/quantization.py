@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from ..policy import formats
 from ..policy.formats import E4M3, Format
-from ..policy.spec import Spec
+from ..policy.spec import Spec, as_spec
 from . import hadamard
-from .block_scale import Outer, e8m0_scales, enc, nvfp4_scales, outer_scales
+from .block_scale import Outer, e8m0_scales, enc, normalizer, nvfp4_scales, outer_scales
 from .elements import (
     _fp32,
     decode_e2m1,
@@ -68,7 +68,7 @@ def quantize(
     view = F.pad(view, (0, -view.shape[-1] % fmt.block))
     if fmt.has_global_scale:
         a = _amax(view, spec) if amax is None else f32(amax)
-        outer = outer_scales(a, spec.scale, spec.outer, eden=spec.rounding == "eden")
+        outer = outer_scales(a, spec.scale, spec.outer, eden=spec.is_eden)
     else:
         outer = None
 
@@ -93,8 +93,8 @@ def quantize(
         codes = stochastic(scaled, random)
     else:
         codes = nearest(scaled)
-    if spec.rounding == "eden":
-        n = hadamard.effective_n(hadamard.parse(spec.rht)[0], k)
+    if spec.is_eden:
+        n = hadamard.effective_n(hadamard.parse(spec.rht)[0], k) if spec.rounding == "eden" else fmt.block
         random = block_bits(rng, rows, k, fmt.block, usage("scale", direction, role)).view(scales.shape)
         gain = f32(EDEN_SWEEP_GAIN if spec.scale == "sweep" else 1.0)
         scales = _eden_scales(view, codes, scales, outer, gain, n, fmt.block, random)
@@ -145,8 +145,10 @@ def scales_of(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _eden_scales(r, codes, scales, outer: Outer, gain, n: int, block: int, random) -> torch.Tensor:
-    """The stored scales of law 7: each vector of n corrected by S / gain, then rounded stochastically."""
-    decoded = decode_e2m1(codes) * (decode_e4m3(scales) * outer.decode).repeat_interleave(block, dim=-1)
+    """The stored scales of section 7: each n elements corrected by their S / gain, then rounded stochastically."""
+    p = normalizer(outer.decode)
+    r = r * p
+    decoded = decode_e2m1(codes) * (decode_e4m3(scales) * outer.decode * p).repeat_interleave(block, dim=-1)
     over = sum_in_order((r * r).unflatten(-1, (-1, n)))
     under = sum_in_order((r * decoded).unflatten(-1, (-1, n)))
     usable = torch.isfinite(over) & torch.isfinite(under) & (over > 0) & (under > 0)
@@ -208,7 +210,7 @@ def _direction(axis: int) -> int:
 
 
 def _spec(spec: Spec | str) -> Spec:
-    spec = Spec.parse(spec) if isinstance(spec, str) else spec
+    spec = as_spec(spec)
     if spec.block == "16x16" and spec.outer == "row":
         raise ValueError(
             "a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert"

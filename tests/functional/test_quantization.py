@@ -135,7 +135,8 @@ BAD = {
     "unknown format None; formats: nvfp4": (ValueError, lambda x: quantize(x, None)),
     "unknown scale rule for nvfp4: 'floor'; accepted: amax, four_over_six": (
         ValueError, lambda x: quantize(x, scale="floor")),
-    "unknown rounding: 'up'; accepted: nearest, stochastic, eden": (ValueError, lambda x: quantize(x, rounding="up")),
+    "unknown rounding: 'up'; accepted: nearest, stochastic, eden, eden_block": (
+        ValueError, lambda x: quantize(x, rounding="up")),
     "scale='sweep', rounding='stochastic' beside the whole spec mxfp8/ceil": (
         ValueError, lambda x: quantize(x, Spec("mxfp8"), scale="sweep", rounding="stochastic")),
     "unknown role 'y'; accepted: x, w, dy": (ValueError, lambda x: quantize(x, role="y")),

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fp4ext
 from fp4ext import Dgrad, Fprop, Recipe, Spec, Wgrad, gemm, quantize
 from fp4ext.functional import ops
+from fp4ext.nn import layer_ops
 from fp4ext.testing import assert_bytes_equal, generate
 
 QUANTIZED = [name for name in fp4ext.policies.names() if name != "bf16"]
@@ -516,3 +517,18 @@ def test_gradients_of_mean_split(tokens):
     dy = torch.randn(tokens, 48)
     for got, wanted in zip(run(m, x, dy), run(plain, x, dy), strict=True):
         assert got.shape == wanted.shape and (got - wanted).norm() <= 0.06 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("stage", "invariant", "order"),
+    [("pretrain", False, "fast"), ("pretrain", True, "invariant"), ("rl_trainer", False, "invariant")],
+)
+def test_the_order_of_sums_is_the_stages(stage, invariant, order, monkeypatch):
+    """Every product of a layer's forward and backward asks for it; the CPU has one order, so the results are equal."""
+    asked = []
+    gemm = layer_ops.gemm
+    monkeypatch.setattr(layer_ops, "gemm", lambda *a, **k: asked.append(k["accumulate"]) or gemm(*a, **k))
+    layer = fp4ext.Linear(32, 16, policy=fp4ext.policies.get("end_to_end").with_(invariant=invariant))
+    with fp4ext.stage(stage):
+        layer(torch.randn(8, 32, requires_grad=True)).sum().backward()
+    assert asked == [order] * 3

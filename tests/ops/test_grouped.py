@@ -18,6 +18,7 @@ SPECS = {
     "stochastic": Spec(rounding="stochastic"),
     "rht": Spec(rht="16"),
     "eden": Spec("nvfp4", "amax", "eden", rht="128"),
+    "eden block": Spec("nvfp4", "amax", "eden_block", rht="128"),
     "eden sweep": Spec("nvfp4", "sweep", "eden", rht="128x2"),
     "eden row": Spec("nvfp4", "sweep", "eden", outer="row", rht="64x2"),
     "mxfp8": Spec("mxfp8"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fp4ext
 from fp4ext import reference
 from fp4ext.functional import ops
-from fp4ext.policy.spec import RHTS, Spec
+from fp4ext.policy.spec import RHTS, ROUNDINGS, Spec
 from fp4ext.testing import KINDS, assert_bytes_equal, assert_same_quantized, generate
 
 RNG = torch.tensor([0x1234567890ABCDEF, 7])
@@ -21,7 +21,7 @@ def specs():
     out = []
     for fmt in fp4ext.formats.FORMATS.values():
         for scale, rounding, block, outer, rht in itertools.product(
-            fmt.scale_rules, ("nearest", "stochastic", "eden"), fmt.blocks, fmt.outers, ("none", "16", "128x2")
+            fmt.scale_rules, ROUNDINGS, fmt.blocks, fmt.outers, ("none", "16", "128x2")
         ):
             try:
                 out.append(Spec(fmt.name, scale, rounding, block, outer, rht))
@@ -70,6 +70,7 @@ def test_every_kind_of_data(kind, dtype):
         "nvfp4/minvar/stochastic",
         "nvfp4/sweep/eden/1x16/tensor/128x2",
         "nvfp4/amax/eden/1x16/row/128",
+        "nvfp4/amax/eden_block/1x16/tensor/128",
         "nvfp4/amax/stochastic/16x16/pow2",
         "mxfp8",
         "mxfp8_e5m2/floor",

@@ -15,14 +15,14 @@ TILE, SR = "nvfp4/amax/nearest/16x16/tensor/none", "nvfp4/amax/stochastic/1x16/t
 SR16, RNE16 = "nvfp4/amax/stochastic/1x16/tensor/16", "nvfp4/amax/nearest/1x16/tensor/16"
 TILE46 = "nvfp4/four_over_six/nearest/16x16/tensor/none"
 SR2 = "nvfp4/minvar/stochastic/1x16/tensor/128x2"
-EDEN, EDEN2 = "nvfp4/amax/eden/1x16/tensor/128", "nvfp4/sweep/eden/1x16/tensor/128x2"
+EDEN_BLOCK, EDEN2 = "nvfp4/amax/eden_block/1x16/tensor/128", "nvfp4/sweep/eden/1x16/tensor/128x2"
 MX = "mxfp8/ceil/nearest/1x32/none/none"
 TABLE = {
     "bf16": (None, None, None, None, None, None, ""),
     "mxfp8": (MX, MX, MX, MX, MX, MX, ""),
     "nvidia": (NV("amax"), TILE, SR, TILE, SR16, RNE16, ""),
     "four_over_six": (NV("four_over_six"), TILE46, SR, TILE46, SR16, RNE16, ""),
-    "quartet2": (NV("four_over_six"), NV("four_over_six"), EDEN, EDEN, EDEN, EDEN, "of fprop"),
+    "quartet2": (NV("four_over_six"), NV("four_over_six"), EDEN_BLOCK, EDEN_BLOCK, EDEN_BLOCK, EDEN_BLOCK, "of fprop"),
     "end_to_end": (NV("sweep"), NV("sweep"), EDEN2, EDEN2, EDEN2, EDEN2, "of fprop"),
     "end_to_end_sr": (NV("sweep"), NV("sweep"), SR2, EDEN2, SR2, EDEN2, "of fprop"),
     "mxfp8_backward": (NV("sweep"), NV("sweep"), MX, MX, MX, MX, "of fprop"),
@@ -109,14 +109,27 @@ def test_the_first_rule_that_fits_counts():
 def test_a_rule_without_a_sampler_reaches_the_rl_stages():
     mx = policies.get("mxfp8").pretrain
     policy = Policy("p", policies.get("end_to_end").pretrain, rules=(("down", mx),))
-    assert policy.recipe("rl_sampler", "down") == policy.recipe("rl_trainer", "down") == Recipe(mx.fprop)
+    assert policy.recipe("rl_sampler", "down") == policy.recipe("rl_trainer", "down") == in_order(Recipe(mx.fprop))
 
 
 def test_a_trainer_may_have_its_own_backward():
     mx = Spec("mxfp8")
     sampler = policies.get("end_to_end").rl_sampler
     trainer = Recipe(sampler.fprop, Dgrad(mx, mx, True), Wgrad(mx, mx, True))
-    assert policies.get("end_to_end").with_(rl_trainer=trainer).recipe("rl_trainer", "up") == trainer
+    assert policies.get("end_to_end").with_(rl_trainer=trainer).recipe("rl_trainer", "up") == in_order(trainer)
+
+
+def in_order(recipe):
+    """A recipe as the RL stages run it."""
+    return dataclasses.replace(recipe, accumulate="invariant")
+
+
+@pytest.mark.parametrize("name", [name for name in policies.names() if name != "bf16"])
+def test_sums_are_invariant_where_sampler_and_trainer_have_to_agree(name):
+    policy = policies.get(name)
+    orders = {stage: recipe.accumulate for stage, recipe in policy.recipes("up").items()}
+    assert orders == {"pretrain": "fast", "rl_sampler": "invariant", "rl_trainer": "invariant"}
+    assert {r.accumulate for r in policy.with_(invariant=True).recipes("up").values()} == {"invariant"}
 
 
 def test_bf16_forward_from():
@@ -124,7 +137,7 @@ def test_bf16_forward_from():
     early, late = policy.recipe("pretrain", "up", 99), policy.recipe("pretrain", "up", 100)
     assert early == policy.pretrain
     assert late == dataclasses.replace(early, fprop=Fprop()) and late.dgrad.dy is not None
-    assert policy.recipe("rl_sampler", "up", 100) == policy.rl_sampler
+    assert policy.recipe("rl_sampler", "up", 100) == in_order(policy.rl_sampler)
     assert policies.get("nvidia").recipe("pretrain", "up", 10**9) == early
 
 

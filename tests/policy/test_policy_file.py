@@ -36,7 +36,7 @@ def test_it_survives(policy, form, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"keeps": []}', "a policy has no 'keeps'; accepted: bf16_forward_from, keep,"),
+        ('{"keeps": []}', "a policy has no 'keeps'; accepted: bf16_forward_from, invariant, keep,"),
         ('{"pretrain": {"fprop": {"x": "nvfp5"}}}', "pretrain.fprop.x: unknown format 'nvfp5'"),
         ('{"pretrain": {"fprop": {"x": 4}}}', "pretrain.fprop.x is 4; accepted: a spec"),
         ('{"pretrain": {"dgrad": {"dy": "nvfp4/sweep/stochastic"}}}', "pretrain.dgrad.dy: unknown scale rule"),

@@ -32,11 +32,12 @@ def is_accepted(format, scale, rounding, block, outer, rht):
         return False
     if nvfp4 != (outer in ("tensor", "pow2", "row", "expert")) or outer == "column":
         return False
-    if block == "16x16" and (rounding == "eden" or rht != "none" or outer == "row"):
+    if block == "16x16" and (rounding.startswith("eden") or rht != "none" or outer == "row"):
         return False
     if rounding == "stochastic":
         return scale in ("amax", "minvar", "ceil")
-    return rounding == "nearest" or (nvfp4 and rht != "none" and scale in ("amax", "sweep"))
+    rules = {"eden": ("amax", "sweep"), "eden_block": ("amax",)}
+    return rounding == "nearest" or (nvfp4 and rht != "none" and scale in rules[rounding])
 
 
 @pytest.mark.parametrize("format", WORDS["format"])
@@ -86,7 +87,7 @@ REFUSED = {
     "sweep, minvar": ("nvfp4", "ceil"),
     "unknown scale rule for nvfp4: ''; accepted: amax, ": ("nvfp4", ""),
     "unknown scale rule for mxfp4: 'sweep'; accepted: ceil, floor": ("mxfp4", "sweep"),
-    "unknown rounding: 'up'; accepted: nearest, stochastic, eden": ("nvfp4", "amax", "up"),
+    "unknown rounding: 'up'; accepted: nearest, stochastic, eden, eden_block": ("nvfp4", "amax", "up"),
     "unknown block for mxfp8: '1x16'; accepted: 1x32": ("mxfp8", "ceil", "nearest", "1x16"),
     "unknown outer scale for mxfp8: 'tensor'; accepted: none": ("mxfp8", "ceil", "nearest", "1x32", "tensor"),
     "unknown outer scale for nvfp4: 'none'; accepted: tensor, pow2, row, expert": (
@@ -98,6 +99,9 @@ REFUSED = {
     "unknown format with eden rounding: 'mxfp8'; accepted: nvfp4": ("mxfp8", "ceil", "eden", None, None, 128),
     "unknown scale rule with eden rounding: 'minvar'; accepted: amax, sweep": (
         "nvfp4", "minvar", "eden", None, None, 16),
+    "unknown scale rule with eden_block rounding: 'sweep'; accepted: amax": (
+        "nvfp4", "sweep", "eden_block", None, None, 128),
+    "eden_block rounding needs an rht, got 'none'; accepted: 16, ": ("nvfp4", "amax", "eden_block"),
     "eden rounding needs an rht, got 'none'; accepted: 16, 32, 64, 128, 16x2": ("nvfp4", "amax", "eden"),
     "16x16 blocks take neither eden rounding nor an rht, got rounding='nearest', rht='16'; accepted: ": (
         "nvfp4", "amax", "nearest", "16x16", "tensor", 16),

@@ -41,9 +41,16 @@ def codes_of(x, code, s_dec):
     return [e2m1(f(v * enc(code, s_dec))) for v in x]
 
 
+def power(s_dec):
+    """The power of two that brings s_dec into [1, 2); 2^127 where that is out of fp32's range."""
+    exponent = int(np.frexp(np.float64(s_dec))[1]) - 1  # s_dec = m·2^exponent, m in [1, 2)
+    return f(2.0 ** min(max(-exponent, -126), 127))
+
+
 def differences(x, code, s_dec):
-    s = f(E4M3[code] * s_dec)
-    return [f(v - f(value(q) * s)) for v, q in zip(x, codes_of(x, code, s_dec), strict=True)]
+    p = power(s_dec)
+    s = f(f(E4M3[code] * s_dec) * p)
+    return [f(f(v * p) - f(value(q) * s)) for v, q in zip(x, codes_of(x, code, s_dec), strict=True)]
 
 
 def squared(x, code, s_dec):
@@ -95,8 +102,10 @@ def scale(x, s_enc, s_dec, rule, up=False):
     return candidates[costs.index(min(costs))]
 
 
-def eden(x, A, rule, random):
-    """(codes, stored scale codes, global_scale) of a rotated vector: x [n], random [n/16] 16-bit integers."""
+def eden(x, A, rule, random, together):
+    """(codes, stored scale codes, global_scale) of a rotated vector: x [n], random [n/16] 16-bit integers.
+
+    together: how many elements share a correction S, n or 16."""
     x = [f(v) for v in x]
     val_max = 6 / ((17 / 16) * 0.93)
     if rule == "amax":
@@ -106,16 +115,19 @@ def eden(x, A, rule, random):
         s_enc, g = outer(A, rule)
         s = [scale(x[i : i + 16], s_enc, g, rule) for i in range(0, len(x), 16)]
     codes = [q for i, c in enumerate(s) for q in codes_of(x[16 * i : 16 * i + 16], c, g)]
-    over = under = f(0)
-    for i, (v, q) in enumerate(zip(x, codes, strict=True)):
-        over = f(over + f(v * v))
-        under = f(under + f(v * f(value(q) * f(E4M3[s[i // 16]] * g))))
-    ok = np.isfinite(over) and np.isfinite(under) and over > 0 and under > 0
-    S = f(over / under) if ok else f(1)
+    p, S = power(g), []
+    for start in range(0, len(x), together):
+        over = under = f(0)
+        for i in range(start, start + together):
+            v = f(x[i] * p)
+            over = f(over + f(v * v))
+            under = f(under + f(v * f(value(codes[i]) * f(f(E4M3[s[i // 16]] * g) * p))))
+        ok = np.isfinite(over) and np.isfinite(under) and over > 0 and under > 0
+        S += [f(over / under) if ok else f(1)] * (together // 16)
     gain = f(1.0067) if rule == "sweep" else f(1)
     stored = []
-    for c, r in zip(s, random, strict=True):
-        t = f(min(f(E4M3[c] * f(S / gain)), f(448)))
+    for c, correction, r in zip(s, S, random, strict=True):
+        t = f(min(f(E4M3[c] * f(correction / gain)), f(448)))
         lo = max(i for i, v in enumerate(E4M3) if v <= t)
         if E4M3[lo] == t:
             stored.append(lo)

@@ -18,6 +18,7 @@ KEYS = [
     "nvfp4/minvar/stochastic",
     "nvfp4/amax/stochastic/1x16/tensor/128",
     "nvfp4/sweep/eden/1x16/tensor/128x2",
+    "nvfp4/amax/eden_block/1x16/tensor/128",
     "mxfp8",
     "mxfp8_e5m2/ceil/stochastic",
     "mxfp4/floor",

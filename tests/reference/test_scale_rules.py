@@ -106,13 +106,13 @@ def test_stochastic_amax_scale_is_rounded_up(name):
     assert raw(scales).tolist() == want
 
 
-@pytest.mark.parametrize("rule", ["amax", "sweep"])
+@pytest.mark.parametrize("rule, rounding", [("amax", "eden"), ("sweep", "eden"), ("amax", "eden_block")])
 @pytest.mark.parametrize("rht_name", ["16", "64x2"])
 @pytest.mark.parametrize("name", INPUTS)
 @np.errstate(all="ignore")
-def test_eden_as_the_judge(name, rht_name, rule):
+def test_eden_as_the_judge(name, rht_name, rule, rounding):
     x = INPUTS[name]
-    codes, scales, global_scale = quantize(x, f"nvfp4/{rule}/eden/1x16/tensor/{rht_name}", rng=RNG, role="dy")
+    codes, scales, global_scale = quantize(x, f"nvfp4/{rule}/{rounding}/1x16/tensor/{rht_name}", rng=RNG, role="dy")
     n, stages = (16, 1) if rht_name == "16" else (64, 2)
     r = rht(x, n, stages, RNG)
     A = float(r.abs().nan_to_num(0).max())
@@ -123,7 +123,8 @@ def test_eden_as_the_judge(name, rht_name, rule):
             if not vector.isfinite().all():
                 assert (raw(scales)[row, v // 16 : (v + n) // 16] == 0x7F).all()
                 continue
-            want_codes, want_scales, g = judge.eden(vector.numpy(), A, rule, random[row, v // 16 : (v + n) // 16])
+            draws, together = random[row, v // 16 : (v + n) // 16], 16 if rounding == "eden_block" else n
+            want_codes, want_scales, g = judge.eden(vector.numpy(), A, rule, draws, together)
             assert float(global_scale) == g
             assert unpack_nibbles(codes)[row, v : v + n].tolist() == want_codes
             assert raw(scales)[row, v // 16 : (v + n) // 16].tolist() == want_scales

@@ -34,6 +34,7 @@ from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
 from .test_gemm_lanes import check as check_lanes
 from .test_gemm_lanes import test_no_stripe_of_tiles_is_lost, test_the_sign_of_zero, unaligned
 from .test_gemm_native import test_many_tiles
+from .test_quantize import test_magnitude
 
 KERNELS = CSRC / "cuda"
 PATIENCE = 300  # seconds for the checks of one mutant; they take a few
@@ -87,6 +88,11 @@ def grouped(machine, kernel):
 
 def blocks(machine):
     quantize(machine, "nvfp4/amax/stochastic", "nvfp4/sweep/eden/1x16/row/128x2")
+
+
+def magnitudes(machine):
+    for k in (-100, 115):
+        test_magnitude(machine, "nvfp4/sweep/eden/1x16/tensor/128x2", k)
 
 
 def experts(machine):
@@ -206,6 +212,7 @@ def self_test_pairs(machine):
 RUNS = {
     finish: "generic/gemm_finish.cu",
     blocks: "generic/quantize_nvfp4_random.cu",
+    magnitudes: "generic/quantize_nvfp4_random.cu",
     tiles: "generic/quantize_16x16.cu",
     swizzle: "generic/dequantize.cu",
     experts: "generic/quantize_nvfp4_random.cu",
@@ -240,6 +247,7 @@ MUTANTS = [
     ("both stages share their signs", "generic/tile.cuh", "s ? second : first, s == 1", "first, s == 1", blocks),
     ("turns at the sums in the wrong order", "generic/encode.cuh", "turn == rotation.place", "turn == rotation.lanes() - 1 - rotation.place", blocks),
     ("the sum of the wrong lane", "generic/encode.cuh", "energy, first + turn)", "energy, first)", blocks),
+    ("the energy is not normalized", "generic/encode.cuh", "normalizer(outer.dec)", "1.0f", magnitudes),
     ("random bits hang on the column", "generic/encode.cuh", "(k + rng.k + offset) / 8", "(k + rng.k + offset) / 16", blocks),
     ("both directions draw the same bits", "generic/encode.cuh", "philox_usage(purpose, colwise, role)", "philox_usage(purpose, false, role)", blocks),
     ("the neighbour's row", "generic/encode.cuh", "first + row * pitch + column", "first + (row ^ 1) * pitch + column", blocks),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp4ext
-from fp4ext.policy.spec import RHTS, Spec
+from fp4ext.policy.spec import RHTS, ROUNDINGS, Spec
 from fp4ext.testing import KINDS, assert_bytes_equal, assert_same_quantized, generate
 
 RNG = torch.tensor([0x1234567890ABCDEF, 7])
@@ -30,6 +30,7 @@ KEYS = full(
     "mxfp8/ceil/stochastic/1x32/none/16x2",
     "mxfp8_e5m2/floor/nearest/1x32/none/128",
     "mxfp4/ceil/nearest/1x32/none/64",
+    "nvfp4/amax/eden_block/1x16/tensor/128",
 )
 
 
@@ -38,7 +39,7 @@ def specs():
     out = []
     for fmt in fp4ext.formats.FORMATS.values():
         for scale, rounding, block, outer, rht in itertools.product(
-            fmt.scale_rules, ("nearest", "stochastic", "eden"), fmt.blocks, fmt.outers, ("none", "16", "128x2")
+            fmt.scale_rules, ROUNDINGS, fmt.blocks, fmt.outers, ("none", "16", "128x2")
         ):
             try:
                 out.append(Spec(fmt.name, scale, rounding, block, outer, rht))
@@ -72,6 +73,15 @@ def test_every_spec(simt, spec):
 def test_every_kind_of_data(simt, kind, dtype):
     x = generate(kind, 48, 144, seed=5, dtype=dtype)
     for key, axis in zip(KEYS, itertools.cycle((-1, -2))):
+        check(simt, x, key, axis)
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.startswith("nvfp4")])
+@pytest.mark.parametrize("k", [-100, 115])
+def test_magnitude(simt, key, k):
+    """Squares of such values are 0 or infinite, unless they are normalized first."""
+    x = generate("gaussian", 64, 128, seed=14) * 2.0**k
+    for axis in (-1, -2):
         check(simt, x, key, axis)
 
 

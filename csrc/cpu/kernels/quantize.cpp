@@ -105,7 +105,7 @@ FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, bool tran
   VF m[N];
   const VU largest = magnitudes<N>(t, m);
   VU scale;
-  if constexpr (rounding == Rounding::eden && rule == ScaleRule::amax)
+  if constexpr (is_eden(rounding) && rule == ScaleRule::amax)
     scale = eden_scale(as_float(largest), outer.dec);
   else
     scale = choose_scale<rule, rounding == Rounding::stochastic, N>(m, as_float(largest), outer);
@@ -131,17 +131,19 @@ FP4_HD VU encode_block(const VF* t, Outer<VF> outer, const VU* random, bool tran
   return select(poisoned, VU(kE4M3NaN), scale);
 }
 
-// MS-EDEN's correction of the scales of one rotated vector, elements [k, k + n) of the tile: s·S, S = Σr²/Σr·r̂ over the outer
-// scale's gain, rounded stochastically.
+// MS-EDEN's correction of the scales of elements [k, k + n) of the tile, one rotated vector or one block of it: s·S,
+// S = Σr²/Σr·r̂ over the outer scale's gain, rounded stochastically.
 FP4_HD void eden_correct(const VF* t, int k, int n, VF S_dec, float gain, const VU* words, const RandomBits& random, VU* scales) {
   t += k, words += k / 8, scales += k / 16;
+  const VF P = normalizer(S_dec);
   VF energy(0.0f), match(0.0f);
   for (int b = 0; b < n / 16; ++b) {
-    const VF dec = decode_multiplier(E4M3::decode(scales[b] & VU(0x7fu)), S_dec);
+    const VF dec = decode_multiplier(E4M3::decode(scales[b] & VU(0x7fu)), S_dec) * P;
     for (int i = 16 * b; i < 16 * b + 16; ++i) {
       const VU code = (words[i / 8] >> (i % 8 * 4)) & VU(0xfu);
-      energy = energy + t[i] * t[i];
-      match = match + t[i] * (E2M1::signed_value(code) * dec);
+      const VF r = t[i] * P;
+      energy = energy + r * r;
+      match = match + r * (E2M1::signed_value(code) * dec);
     }
   }
   const VF infinity = as_float(VU(kInfBits));
@@ -168,9 +170,10 @@ void encode_nvfp4(const Tiling& tiling, const Lanes& lanes, const VF* t, VU* wor
   for (int b = 0; b < blocks; ++b)
     scales[b] = encode_block<rule, rounding, N>(t + b * N, outer, rounding == Rounding::stochastic ? random + b * N : nullptr, a.colwise,
                                                 words + b * (N / 8));
-  if constexpr (rounding == Rounding::eden)
-    for (int k = 0; k < length; k += tiling.unit)
-      eden_correct(t, k, tiling.unit, outer.dec, eden_gain(rule), words, RandomBits(a, lanes), scales);
+  if constexpr (is_eden(rounding)) {
+    const int n = rounding == Rounding::eden ? tiling.unit : 16;  // the elements that share a correction
+    for (int k = 0; k < length; k += n) eden_correct(t, k, n, outer.dec, eden_gain(rule), words, RandomBits(a, lanes), scales);
+  }
 }
 
 template <class Element, Rounding rounding>
@@ -217,6 +220,7 @@ EncodeTile encoder(const QuantizeSpec& s) {
     case FormatId::mxfp4: return mx<E2M1>(s.rounding);
     case FormatId::nvfp4: break;
   }
+  if (s.rounding == Rounding::eden_block) return encode_nvfp4<ScaleRule::amax, Rounding::eden_block, 16>;
   if (s.rounding == Rounding::eden)
     return s.scale == ScaleRule::sweep ? encode_nvfp4<ScaleRule::sweep, Rounding::eden, 16>
                                        : encode_nvfp4<ScaleRule::amax, Rounding::eden, 16>;

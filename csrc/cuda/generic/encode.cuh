@@ -57,7 +57,7 @@ struct Nvfp4 {
     float m[16];
     const uint32_t largest = magnitudes(t, m);
     uint32_t scale;
-    if constexpr (rounding == Rounding::eden && rule == ScaleRule::amax)
+    if constexpr (is_eden(rounding) && rule == ScaleRule::amax)
       scale = eden_scale(as_float(largest), outer.dec);
     else
       scale = choose_scale<rule, kStochastic, 16>(m, as_float(largest), outer);
@@ -65,28 +65,35 @@ struct Nvfp4 {
     const bool poisoned = largest >= kInfBits;
     const float dec = decode_multiplier(E4M3::decode(scale), outer.dec);
     encode_elements<E2M1, kStochastic>(t, encode_multiplier(dec), poisoned, site, words);
-    if constexpr (rounding == Rounding::eden) scale = correct(t, words, scale, dec, site, rotation);
+    if constexpr (is_eden(rounding)) scale = correct(t, words, scale, dec, normalizer(outer.dec), site, rotation);
     return poisoned ? kE4M3NaN : scale;
   }
 
  private:
-  // MS-EDEN's correction: s·S, S = Σr²/Σr·r̂ over the vector in index order. The lanes take turns at the sums.
-  static __device__ __forceinline__ uint32_t correct(const float (&t)[16], const uint32_t (&words)[2], uint32_t scale, float dec,
+  // MS-EDEN's correction: s·S, S = Σr²/Σr·r̂ in index order over the block, or over the vector, whose lanes take turns at
+  // the sums.
+  static __device__ __forceinline__ uint32_t correct(const float (&t)[16], const uint32_t (&words)[2], uint32_t scale, float dec, float P,
                                                      const Site& site, const Rotation<16>& rotation) {
     float energy = 0.0f, match = 0.0f;
-    const int first = static_cast<int>(threadIdx.x % 32) - rotation.place;
-    FP4_ROLLED
-    for (int turn = 0; turn < rotation.lanes(); ++turn) {
-      if (turn == rotation.place) {
-        FP4_UNROLL
-        for (int i = 0; i < 16; ++i) {
-          const float value = E2M1::signed_value((words[i / 8] >> (i % 8 * 4)) & 15u);
-          energy = energy + t[i] * t[i];
-          match = match + t[i] * (value * dec);
-        }
+    const auto add_block = [&] {
+      FP4_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        const float value = E2M1::signed_value((words[i / 8] >> (i % 8 * 4)) & 15u);
+        const float r = t[i] * P;
+        energy = energy + r * r;
+        match = match + r * (value * (dec * P));
       }
-      energy = __shfl_sync(kAllLanes, energy, first + turn);
-      match = __shfl_sync(kAllLanes, match, first + turn);
+    };
+    if constexpr (rounding == Rounding::eden_block) {
+      add_block();
+    } else {
+      const int first = static_cast<int>(threadIdx.x % 32) - rotation.place;
+      FP4_ROLLED
+      for (int turn = 0; turn < rotation.lanes(); ++turn) {
+        if (turn == rotation.place) add_block();
+        energy = __shfl_sync(kAllLanes, energy, first + turn);
+        match = __shfl_sync(kAllLanes, match, first + turn);
+      }
     }
     const float infinity = as_float(kInfBits);
     const bool usable = energy > 0.0f && energy < infinity && match > 0.0f && match < infinity;
