@@ -67,7 +67,7 @@ def cases(name: str, m: int, n: int, k: int) -> dict:
     for x_format, w_format in FORMATS:
         x = operands(x_format, m, k)[0]
         label = x_format if x_format == w_format else f"{x_format} × {w_format}"
-        out[label] = in_turn(lambda w, x=x: ops.gemm(*x, *w, None, "bfloat16"), weights(w_format, name, n, k))
+        out[label] = in_turn(lambda w, x=x: ops.gemm(x, w, None, "bfloat16"), weights(w_format, name, n, k))
     return out
 
 

@@ -1,14 +1,14 @@
-"""Quantizers, GEMMs and attention on tensors, without modules: what the layers of fp4ext.nn are made of.
+"""Quantizers, GEMMs and attention on tensors. The layers of fp4ext.nn are built from them.
 
-ops.py is the one door to torch.ops.fp4ext; each other file checks its arguments and calls it.
+Only ops.py calls torch.ops.fp4ext. The other files check the arguments of the public functions and call ops.py.
 """
 
 from .availability import backends
 from .gemms import gemm
-from .grouped import Ragged, grouped_gemm, grouped_quantize
+from .grouped import grouped_gemm, grouped_quantize
 from .invariant_attention import attention
 from .ops import set_draw_rank
-from .qtensor import QTensor
+from .qtensor import QTensor, Ragged
 from .quantization import quantize
 
 __all__ = [

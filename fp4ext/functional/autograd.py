@@ -1,19 +1,23 @@
-"""What the autograd Functions here share: first derivatives in reverse mode, and an error where more is asked."""
+"""Shared by fp4ext's autograd Functions, which have first derivatives in reverse mode only."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
+Context = Any  # autograd's ctx, which each Function gives attributes of its own
+Gradients = TypeVar("Gradients")
 
-def first_derivative(backward: Callable) -> Callable:
+
+def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """Decorate the backward of an autograd Function that has no second derivative.
 
-    once_differentiable alone says so only where the result is differentiated along a recorded path;
-    torch.autograd.functional.hessian, for one, then takes the second derivative for zero.
+    once_differentiable alone raises only where the result is differentiated along a recorded path;
+    torch.autograd.functional.hessian, for example, then takes the second derivative for zero.
 
     Raises:
         NotImplementedError: in a backward with create_graph=True.
@@ -21,7 +25,7 @@ def first_derivative(backward: Callable) -> Callable:
     once = once_differentiable(backward)
 
     @functools.wraps(backward)
-    def checked(ctx, *gradients):
+    def checked(ctx: Context, *gradients: torch.Tensor) -> Gradients:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
                 "fp4ext's products have first derivatives only; accepted: a backward without create_graph=True"

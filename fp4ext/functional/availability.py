@@ -1,4 +1,4 @@
-"""backends: what this machine can run, and why not the rest."""
+"""backends: which GEMM backends this machine can run, and why it cannot run the others."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from . import cublas
 
 
 def backends() -> dict[str, str]:
-    """Each backend → "available", with what it uses, or the reason why not.
+    """The GEMM backends by name, each with "available: …" and what it uses, or with the reason why it is not available.
 
-    cpu: the C++ kernels, everywhere. The others are about the current CUDA device.
-    emulated: both operands as bf16, from sm_80 on.
-    fast: likewise, but the product is torch's; not row-invariant.
-    cublas: torch's scaled_mm on codes and scales, from sm_100 on; not row-invariant.
-    native: the block-scaled tensor cores of Blackwell, once they have passed a test on this device (the first call's);
-        on sm_100 also whether pairs of thread blocks did, and are used.
+    All but "cpu" refer to the current CUDA device.
+
+    - cpu: the C++ kernels, on every machine.
+    - emulated: fp4ext's own kernels on operands converted to bf16; sm_80 and later.
+    - fast: torch's product of operands converted to bf16; not row-invariant.
+    - cublas: torch's scaled_mm on codes and scales; sm_100 and later; not row-invariant.
+    - native: the block-scaled tensor cores of Blackwell. The first call tests them on this device; on sm_100 the line
+      also says whether pairs of thread blocks passed, and are used.
     """
     runs, threads = ", ".join(_C.isas()), torch.get_num_threads()
     report = {"cpu": f"available: {_C.isa()} in use, this CPU runs {runs}, {threads} threads"}

@@ -1,24 +1,29 @@
-"""cublas: the product by torch's scaled_mm, which hands codes and swizzled scales to cuBLASLt as they are.
+"""Backend "cublas": products by torch's scaled_mm, which passes codes and swizzled scales to cuBLASLt.
 
-An order of summation of its own, by shape: rows are not invariant. Where there is a bias, or a tensor to add to, the
-product comes in fp32 and is rounded once, after the addition.
+cuBLASLt chooses its order of summation by shape, so rows are not invariant. Where there is a bias, or a tensor to add
+to, the product is fp32 and is rounded once, after the addition.
 
-Experts go through torch's scaled_grouped_mm, over rows: y[rows_e] = x[rows_e]·w[e]ᵀ. It wants each expert's scales
-padded to 128 rows in the tensor cores' layout, and reads the offsets on the device; so does ops.swizzle, and nothing
-waits for either.
+Experts are multiplied by torch's scaled_grouped_mm, over rows: y[rows_e] = x[rows_e]·w[e]ᵀ. It takes each expert's
+scales padded to 128 rows in the tensor cores' layout. Both it and ops.swizzle read the offsets on the device, so
+neither synchronizes with the host.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import Refused
 from . import ops
-from .qtensor import QTensor
+from .qtensor import BlockScaled, QTensor
 
-LEAST = (10, 0)  # the compute capability
-GROUPED_MAJOR = 10  # of the devices whose experts torch multiplies
+if TYPE_CHECKING:  # old torch releases have neither
+    from torch.nn.functional import ScalingType, SwizzleType
+
+LEAST = (10, 0)  # the lowest compute capability
+GROUPED_MAJOR = 10  # the major compute capability for which torch has scaled_grouped_mm
 MOST_EXPERTS = 1024  # torch counts them in one block of threads
 TAKES = (
     "backend 'cublas' takes NVFP4·NVFP4 with K a multiple of 32, or MXFP8·MXFP8; N a multiple of 16; "
@@ -26,7 +31,7 @@ TAKES = (
 )
 GROUPED_TAKES = (
     f"backend 'cublas' takes experts over rows, at most {MOST_EXPERTS}, into bfloat16: NVFP4·NVFP4 with K a multiple "
-    "of 32, or MXFP8·MXFP8; N a multiple of 16; w's global scales one an expert"
+    "of 32, or MXFP8·MXFP8; N a multiple of 16; one global scale per expert for w"
 )
 
 
@@ -43,7 +48,7 @@ def status(device: int) -> str:
 
 
 def grouped_status(device: int) -> str | None:
-    """Why torch does not multiply experts there, or None."""
+    """Why torch does not multiply experts on that device, or None."""
     major, minor = torch.cuda.get_device_capability(device)
     if not hasattr(torch.nn.functional, "scaled_grouped_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_grouped_mm"
@@ -58,9 +63,9 @@ def gemm(
     """x̂·ŵᵀ + bias, [.., M, N], or that added to `out`. The arguments are those of fp4ext.gemm.
 
     Raises:
-        ValueError: operands that TAKES does not name. RuntimeError: a device that cannot.
+        ValueError: operands other than TAKES says. RuntimeError: the device or torch does not support it.
     """
-    takes(x, w)
+    x, w = takes(x, w)
     line = status(x.device.index)
     if not line.startswith("available"):
         raise RuntimeError(f"backend 'cublas' is not available: {line}")
@@ -88,47 +93,47 @@ def gemm(
     return out
 
 
-def takes(x: QTensor | Tensor, w: QTensor | Tensor) -> None:
-    """Refuse operands that scaled_mm would not take, whatever the device. Raises ValueError."""
-    formats = [t.format.name if isinstance(t, QTensor) else str(t.dtype) for t in (x, w)]
-    if formats not in (["nvfp4", "nvfp4"], ["mxfp8", "mxfp8"]):
-        raise Refused(f"x is {formats[0]} and w {formats[1]}; {TAKES}")
+def takes(x: QTensor | Tensor, w: QTensor | Tensor) -> tuple[QTensor, QTensor]:
+    """x and w themselves. Raises ValueError for operands that scaled_mm does not take on any device."""
+    x, w = _of_one_format(x, w, TAKES)
     k = x.format.padded(x.shape[-1])
     if k % 32 or w.shape[0] % 16:
         raise Refused(f"K is {k} in whole blocks and N {w.shape[0]}; {TAKES}")
     for name, t in (("x", x), ("w", w)):
         if t.global_scale is not None and t.global_scale.numel() != 1:
             raise Refused(f"{name} has global scales {tuple(t.global_scale.shape)}; {TAKES}")
+    return x, w
 
 
 def grouped_gemm(
-    x: QTensor | Tensor, w: QTensor | Tensor, offsets: Tensor, out_dtype: torch.dtype = torch.bfloat16
+    x: BlockScaled | Tensor, w: BlockScaled | Tensor, offsets: Tensor, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """y[rows_e] = x̂[rows_e]·ŵ[e]ᵀ, [T, N], rows of nobody being zero. The arguments are those of fp4ext.grouped_gemm.
+    """y[rows_e] = x̂[rows_e]·ŵ[e]ᵀ, [T, N], unassigned rows being zero. The arguments are those of fp4ext.grouped_gemm.
 
-    torch's kernel has one global scale an expert: that of x is taken from the expert's first row. Where its other rows
-    have another (outer="row"), y is rounded to bfloat16 before that scale and again after it.
+    torch's kernel takes one global scale per expert, and gets that of the expert's first row of x. Where its other rows
+    have other scales (outer="row"), y is rounded to bfloat16 before it is multiplied by their ratio, and again after.
 
     Raises:
-        ValueError: operands that GROUPED_TAKES does not name. RuntimeError: a device that cannot.
+        ValueError: operands other than GROUPED_TAKES says. RuntimeError: the device or torch does not support it.
     """
-    grouped_takes(x, w, out_dtype)
+    x, w = grouped_takes(x, w, out_dtype)
     why = grouped_status(x.device.index)
     if why is not None:
         raise RuntimeError(f"backend 'cublas' is not available for experts: {why}")
     (rows, _), (experts, n, _) = x.shape, w.shape
     if rows == 0 or n == 0:
         return torch.zeros(rows, n, dtype=out_dtype, device=x.device)
-    ends = offsets.clamp(0, rows).cummax(0).values  # as our kernels take those that lie; torch's would stop the device
+    # Invalid offsets are clamped, as in fp4ext's kernels; torch's kernel would abort on them.
+    ends = offsets.clamp(0, rows).cummax(0).values
     of_row = torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=x.device), right=True)
     scales_x, scales_w = [ops.swizzle(x.scales, ends)], [ops.swizzle(w.scales)]
     factor = None
-    if x.global_scale is not None:
-        of_expert, factor = _global_scales(x, ends, of_row)
+    if x.global_scale is not None and w.global_scale is not None:
+        of_expert, factor = _global_scales(x.global_scale, ends, of_row)
         scales_x.append(of_expert)
         scales_w.append(w.global_scale.reshape(-1).expand(experts).contiguous())
     recipe, swizzled = _recipe(x)
-    y = torch.nn.functional.scaled_grouped_mm(
+    y: Tensor = torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]  # newer torch releases have it
         _codes(x),
         _codes(w).transpose(-2, -1),
         scales_x,
@@ -142,14 +147,14 @@ def grouped_gemm(
     )
     if factor is not None:
         y = (y.float() * factor).to(out_dtype)
-    return y.where((of_row < experts).unsqueeze(1), 0)  # torch leaves rows of nobody as they were
+    return y.where((of_row < experts).unsqueeze(1), 0)  # torch leaves unassigned rows uninitialized
 
 
-def grouped_takes(x: QTensor | Tensor, w: QTensor | Tensor, out_dtype: torch.dtype) -> None:
-    """Refuse what scaled_grouped_mm would not take, whatever the device. Raises ValueError."""
-    formats = [t.format.name if hasattr(t, "format") else str(t.dtype) for t in (x, w)]
-    if formats not in (["nvfp4", "nvfp4"], ["mxfp8", "mxfp8"]):
-        raise Refused(f"x is {formats[0]} and w {formats[1]}; {GROUPED_TAKES}")
+def grouped_takes(
+    x: BlockScaled | Tensor, w: BlockScaled | Tensor, out_dtype: torch.dtype
+) -> tuple[BlockScaled, BlockScaled]:
+    """x and w themselves. Raises ValueError for operands that scaled_grouped_mm does not take on any device."""
+    x, w = _of_one_format(x, w, GROUPED_TAKES)
     if len(w.shape) != 3:
         raise Refused(f"w has shape {tuple(w.shape)}; {GROUPED_TAKES}")
     experts, n, k = w.shape
@@ -161,34 +166,48 @@ def grouped_takes(x: QTensor | Tensor, w: QTensor | Tensor, out_dtype: torch.dty
         raise Refused(f"K is {x.format.padded(k)} in whole blocks and N {n}; {GROUPED_TAKES}")
     if w.global_scale is not None and w.global_scale.numel() not in (1, experts):
         raise Refused(f"w has global scales {tuple(w.global_scale.shape)}; {GROUPED_TAKES}")
+    return x, w
 
 
-def _global_scales(x: QTensor, ends: Tensor, of_row: Tensor) -> tuple[Tensor, Tensor | None]:
-    """x's for each expert [E], and by what each row's differs from its expert's [T, 1]: by 1 unless outer="row"."""
-    experts, (rows, _) = len(ends), x.shape
-    if x.global_scale.numel() == 1:
-        return x.global_scale.reshape(1).expand(experts).contiguous(), None
-    begins = torch.cat([ends.new_zeros(1), ends[:-1]]).clamp(max=rows - 1)
-    of_expert = x.global_scale.reshape(-1)[begins]
-    return of_expert, x.global_scale / of_expert[of_row.clamp(max=experts - 1)][:, None]
+Scaled = TypeVar("Scaled", bound=BlockScaled)
 
 
-def _recipe(t: QTensor) -> tuple[list, list]:
-    """How torch is told what the scales of t are, and how they lie."""
+def _of_one_format(x: Scaled | Tensor, w: Scaled | Tensor, accepted: str) -> tuple[Scaled, Scaled]:
+    formats = [str(t.dtype) if isinstance(t, Tensor) else t.format.name for t in (x, w)]
+    if isinstance(x, Tensor) or isinstance(w, Tensor) or formats not in (["nvfp4", "nvfp4"], ["mxfp8", "mxfp8"]):
+        raise Refused(f"x is {formats[0]} and w {formats[1]}; {accepted}")
+    return x, w
+
+
+def _global_scales(x_global: Tensor, ends: Tensor, of_row: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(x's global scale for each expert [E], the ratio of each row's global scale to its expert's [T, 1]).
+
+    The ratio is None where all of x has one global scale.
+    """
+    experts = len(ends)
+    if x_global.numel() == 1:
+        return x_global.reshape(1).expand(experts).contiguous(), None
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]]).clamp(max=len(x_global) - 1)
+    of_expert = x_global.reshape(-1)[begins]
+    return of_expert, x_global / of_expert[of_row.clamp(max=experts - 1)][:, None]
+
+
+def _recipe(t: BlockScaled) -> tuple[list[ScalingType], list[SwizzleType]]:
+    """The kinds of the scales of t, and their layouts, as torch's functions take them."""
     scaling, swizzle = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
     if t.format.name == "nvfp4":
         return [scaling.BlockWise1x16, scaling.TensorWise], [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE]
     return [scaling.BlockWise1x32], [swizzle.SWIZZLE_32_4_4]
 
 
-def _codes(t: QTensor) -> Tensor:
-    """As torch knows them."""
+def _codes(t: BlockScaled) -> Tensor:
+    """The codes in the dtype that torch's functions take."""
     codes = t.codes.contiguous()  # before the view: torch may have no strided copy of float4
     return codes.view(torch.float4_e2m1fn_x2) if t.format.codes_per_byte == 2 else codes
 
 
 def _matrix(t: QTensor) -> tuple[Tensor, list[Tensor]]:
-    """[rows, K] of codes as scaled_mm knows them, and its scales: swizzled, then the global one where there is one."""
+    """The codes [rows, K] as scaled_mm takes them, and the scales: swizzled, then the global one where there is one."""
     codes, scales = (part.reshape(t.shape[:-1].numel(), part.shape[-1]) for part in (_codes(t), t.scales))
     global_scale = [] if t.global_scale is None else [t.global_scale]
     return codes, [ops.swizzle(scales), *global_scale]

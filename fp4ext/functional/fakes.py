@@ -1,8 +1,8 @@
-"""What torch.compile, torch.export and meta tensors see of each op: the shapes and dtypes of its results, its refusals.
+"""The fake of each op, for torch.compile, torch.export and meta tensors: shapes and dtypes of its results, and errors.
 
-A fake refuses what the op refuses, with a RuntimeError before anything runs, except for what only values tell: ends of
-experts that decrease, starts of attention, an amax or an rng out of range. Every tensor of a call lies on one device; a
-call with some on meta would otherwise return memory that nobody wrote.
+A fake refuses what the op refuses, with a RuntimeError before anything runs. It cannot refuse what depends on values:
+ends of experts that decrease, starts of attention, an amax or an rng out of range. All tensors of a call must be on one
+device; a call with only some of them on meta would otherwise return uninitialized memory.
 
 Source: csrc/ops/checks.h, stored.h, operand.h and the ops beside them, which check the same.
 """
@@ -10,6 +10,8 @@ Source: csrc/ops/checks.h, stored.h, operand.h and the ops beside them, which ch
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,16 +24,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ACCUMULATE = ("invariant", "fast")
 BACKENDS = {"cpu": ("auto", "cpu"), "cuda": ("auto", "emulated", "fast", "native")}
-MOST = 2**48  # a length that is given as a number
+MOST = 2**48  # the largest length that is given as a number
 
-Quantized = tuple[Tensor, Tensor, Tensor]
+Quantized = tuple[Tensor, Tensor, Tensor]  # codes, block scales, outer scale (empty where the format has none)
+Stored = tuple[Tensor, Tensor | None, Tensor | None, str]  # an operand: codes, block scales, outer scale, format
+Shape = Sequence[int]
+
+Fake = TypeVar("Fake", bound=Callable[..., object])
+register_fake: Callable[[str], Callable[[Fake], Fake]] = torch.library.register_fake
 
 
 def _require(condition: bool | torch.SymBool, given: str, accepted: str) -> None:
-    torch._check(condition, lambda: f"{given}; accepted: {accepted}")
+    torch._check(condition, lambda: f"{given}; accepted: {accepted}")  # type: ignore[no-untyped-call]  # torch's
 
 
-def _one_of(name: str, value: str, accepted) -> None:
+def _one_of(name: str, value: str, accepted: Collection[str]) -> None:
     _require(value in accepted, f"unknown {name} {value!r}", ", ".join(accepted))
 
 
@@ -48,7 +55,7 @@ def _length(name: str, n: int) -> None:
     _require(n <= MOST, f"{name} is {n}", "from 0 to 2^48")
 
 
-def _shape(name: str, t: Tensor, wanted) -> None:
+def _shape(name: str, t: Tensor, wanted: Shape) -> None:
     accepted = str(list(wanted))
     _require(t.dim() == len(wanted), f"{name} has shape {list(t.shape)}", accepted)
     for have, want in zip(t.shape, wanted, strict=True):
@@ -68,7 +75,7 @@ def _spec(key: str, axis: int, rng: Tensor | None, role: int = 0) -> Spec:
     _require(key.count("/") == 5, f"spec is {key!r}", "six parts, format/scale/rounding/block/outer/rht")
     try:
         spec = Spec.parse(key)
-    except ValueError as error:  # as the op: of which a caller sees RuntimeErrors alone
+    except ValueError as error:  # an op raises RuntimeErrors alone
         raise RuntimeError(str(error)) from None
     _require(axis in (-1, -2), f"axis is {axis}", "-1, -2")
     _require(0 <= role <= 2, f"role is {role}", "0 (x), 1 (w), 2 (dy)")
@@ -82,14 +89,14 @@ def _spec(key: str, axis: int, rng: Tensor | None, role: int = 0) -> Spec:
     return spec
 
 
-def _global_shape(spec: Spec, shape: list) -> list:
-    """Of the outer scales of a result of that shape."""
-    return {"none": [0], "row": [*shape[:-1], 1], "expert": [shape[0], 1, 1]}.get(spec.outer, [])
+def _global_shape(spec: Spec, shape: list[int]) -> list[int]:
+    """The shape of the outer scales of a result of that shape."""
+    return {"none": [0], "row": [*shape[:-1], 1], "expert": [shape[0], 1, 1]}.get(str(spec.outer), [])
 
 
-def _quantized(like: Tensor, shape, spec: Spec, axis: int) -> Quantized:
-    """Of an input of that shape."""
-    shape, least = list(shape), 2 if axis == -2 else 1
+def _quantized(like: Tensor, x_shape: Shape, spec: Spec, axis: int) -> Quantized:
+    """Empty results for an x of that shape, on the device of `like`."""
+    shape, least = list(x_shape), 2 if axis == -2 else 1
     _require(len(shape) >= least, f"x has {len(shape)} dimensions", f"at least {least} with axis={axis}")
     if spec.outer == "expert":
         _require(len(shape) == 3, f"x has {len(shape)} dimensions", "3, [experts, rows, K], with outer='expert'")
@@ -99,18 +106,18 @@ def _quantized(like: Tensor, shape, spec: Spec, axis: int) -> Quantized:
 
 
 def fake_quantized(x: Tensor, key: str, axis: int) -> Quantized:
-    """Empty tensors of the shapes that `quantize` returns, codes and block scales as bytes."""
+    """Empty tensors of the shapes that `quantize` returns; codes and block scales are bytes."""
     return _quantized(x, x.shape, Spec.parse(key), axis)
 
 
-def _results(like: Tensor, rows: list, k: int, fmt: Format, outer: list) -> Quantized:
+def _results(like: Tensor, rows: list[int], k: int, fmt: Format, outer: list[int]) -> Quantized:
     codes = like.new_empty([*rows, k // fmt.codes_per_byte], dtype=torch.uint8)
     scales = like.new_empty([*rows, k // fmt.block], dtype=torch.uint8)
     return codes, scales, like.new_empty(outer, dtype=torch.float32)
 
 
-@torch.library.register_fake("fp4ext::quantize")
-def _(x, spec, axis, rng, role, amax):
+@register_fake("fp4ext::quantize")
+def _(x: Tensor, spec: str, axis: int, rng: Tensor | None, role: int, amax: Tensor | None) -> Quantized:
     _float("x", x)
     _one_device(x, rng=rng, amax=amax)
     parsed = _spec(spec, axis, rng, role)
@@ -122,16 +129,18 @@ def _(x, spec, axis, rng, role, amax):
     return out
 
 
-@torch.library.register_fake("fp4ext::quantize_rowcol")
-def _(x, row_spec, col_spec, row_rng, col_rng, role):
+@register_fake("fp4ext::quantize_rowcol")
+def _(
+    x: Tensor, row_spec: str, col_spec: str, row_rng: Tensor | None, col_rng: Tensor | None, role: int
+) -> tuple[Tensor, ...]:
     _float("x", x)
     _one_device(x, row_rng=row_rng, col_rng=col_rng)
     _spec(row_spec, -1, row_rng, role), _spec(col_spec, -2, col_rng, role)
     return fake_quantized(x, row_spec, -1) + fake_quantized(x, col_spec, -2)
 
 
-@torch.library.register_fake("fp4ext::amax")
-def _(x, spec, axis, rng):
+@register_fake("fp4ext::amax")
+def _(x: Tensor, spec: str, axis: int, rng: Tensor | None) -> Tensor:
     _float("x", x)
     _one_device(x, rng=rng)
     parsed = _spec(spec, axis, rng)
@@ -139,8 +148,8 @@ def _(x, spec, axis, rng):
     return _quantized(x, x.shape, parsed, axis)[2]
 
 
-def _stored(codes: Tensor, scales: Tensor, global_scale: Tensor, format: str, k: int) -> list:
-    """The shape of x̂."""
+def _stored(codes: Tensor, scales: Tensor, global_scale: Tensor, format: str, k: int) -> list[int]:
+    """Check a stored matrix and give the shape of x̂."""
     _one_of("format", format, formats.FORMATS)
     fmt = formats.get(format)
     _dtype("codes", codes, torch.uint8)
@@ -155,19 +164,29 @@ def _stored(codes: Tensor, scales: Tensor, global_scale: Tensor, format: str, k:
         _dtype("global_scale", global_scale, torch.float32)
         n = global_scale.numel()
         if n != 1 and not (len(rows) == 2 and n == rows[0]):
-            _require(n == math.prod(rows), f"global_scale has {n} values", f"one, one an expert or a row of {rows}")
+            _require(n == math.prod(rows), f"global_scale has {n} values", f"one, or one per expert or row of {rows}")
     return [*rows, k]
 
 
-@torch.library.register_fake("fp4ext::requantize")
-def _(codes, scales, global_scale, format, k, spec, axis, rng, role):
+@register_fake("fp4ext::requantize")
+def _(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    format: str,
+    k: int,
+    spec: str,
+    axis: int,
+    rng: Tensor | None,
+    role: int,
+) -> Quantized:
     _one_device(codes, rng=rng)
     shape = _stored(codes, scales, global_scale, format, k)
     return _quantized(codes, shape, _spec(spec, axis, rng, role), axis)
 
 
-@torch.library.register_fake("fp4ext::dequantize")
-def _(codes, scales, global_scale, format, k, out_dtype):
+@register_fake("fp4ext::dequantize")
+def _(codes: Tensor, scales: Tensor, global_scale: Tensor, format: str, k: int, out_dtype: str) -> Tensor:
     shape = _stored(codes, scales, global_scale, format, k)
     _one_of("out_dtype", out_dtype, DTYPES)
     return codes.new_empty(shape, dtype=DTYPES[out_dtype])
@@ -177,15 +196,15 @@ def _(codes, scales, global_scale, format, k, out_dtype):
 
 
 def _ends(offsets: Tensor) -> int:
-    """How many experts offsets tell of."""
+    """The number of experts, from their offsets."""
     _dtype("offsets", offsets, torch.int32)
     _require(offsets.dim() == 1, f"offsets has shape {list(offsets.shape)}", "[E], the ends of the experts' rows")
     _require(offsets.shape[0] > 0, f"offsets has shape {list(offsets.shape)}", "the ends of at least 1 expert")
     return offsets.shape[0]
 
 
-def _grouped(like: Tensor, shape, offsets: Tensor | None, spec: Spec, axis: int) -> Quantized:
-    shape, fmt, colwise, by_row = list(shape), spec.fmt, axis == -2, spec.outer == "row"
+def _grouped(like: Tensor, x_shape: Shape, offsets: Tensor | None, spec: Spec, axis: int) -> Quantized:
+    shape, fmt, colwise, by_row = list(x_shape), spec.fmt, axis == -2, spec.outer == "row"
     wanted = 3 if offsets is None else 2
     _require(len(shape) == wanted, f"x has shape {shape}", "[T, K] with offsets, or [E, N, K] without")
     if offsets is None:
@@ -203,20 +222,31 @@ def _grouped(like: Tensor, shape, offsets: Tensor | None, spec: Spec, axis: int)
 
 
 def fake_grouped(x: Tensor, offsets: Tensor | None, key: str, axis: int) -> Quantized:
-    """Empty tensors of the shapes that `grouped_quantize` returns, codes and block scales as bytes."""
+    """Empty tensors of the shapes that `grouped_quantize` returns; codes and block scales are bytes."""
     return _grouped(x, x.shape, offsets, Spec.parse(key), axis)
 
 
-@torch.library.register_fake("fp4ext::grouped_quantize")
-def _(x, offsets, spec, axis, rng, role):
+@register_fake("fp4ext::grouped_quantize")
+def _(x: Tensor, offsets: Tensor | None, spec: str, axis: int, rng: Tensor | None, role: int) -> Quantized:
     _float("x", x)
     _one_device(x, offsets=offsets, rng=rng)
     _spec(spec, axis, rng, role)
     return fake_grouped(x, offsets, spec, axis)
 
 
-@torch.library.register_fake("fp4ext::grouped_requantize")
-def _(codes, scales, global_scale, format, k, offsets, spec, axis, rng, role):
+@register_fake("fp4ext::grouped_requantize")
+def _(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    format: str,
+    k: int,
+    offsets: Tensor | None,
+    spec: str,
+    axis: int,
+    rng: Tensor | None,
+    role: int,
+) -> Quantized:
     _one_device(codes, offsets=offsets, rng=rng)
     shape = _stored(codes, scales, global_scale, format, k)
     return _grouped(codes, shape, offsets, _spec(spec, axis, rng, role), axis)
@@ -226,9 +256,19 @@ def _(codes, scales, global_scale, format, k, offsets, spec, axis, rng, role):
 
 
 def _operand(
-    side: str, codes: Tensor, scales, outer, format: str, dims: int | None, experts: int = 1, along_k: bool = False
+    side: str,
+    codes: Tensor,
+    scales: Tensor | None,
+    outer: Tensor | None,
+    format: str,
+    dims: int | None,
+    experts: int = 1,
+    along_k: bool = False,
 ) -> tuple[int, int]:
-    """(the elements that a row stores, the least K that they may hold) of one operand; dims: None for any."""
+    """Check one operand, and give the number of elements that a row stores and the least K that they may hold.
+
+    dims: the number of dimensions; None for any.
+    """
     _one_of(f"{side}_format", format, [*formats.FORMATS, *PLAIN])
     fmt = formats.FORMATS.get(format)
     _dtype(f"{side}_codes", codes, torch.uint8 if fmt else PLAIN[format])
@@ -242,6 +282,7 @@ def _operand(
     if fmt:
         _require(stored % fmt.block == 0, f"{side}_codes stores {stored} elements a row", f"a multiple of {fmt.block}")
         _require(scales is not None, f"{side}_scales is None", f"[.., K/{fmt.block}]")
+        assert scales is not None
         _dtype(f"{side}_scales", scales, torch.uint8)
         _shape(f"{side}_scales", scales, [*rows, stored // fmt.block])
         least = stored - fmt.block + 1
@@ -267,8 +308,8 @@ def _choices(x: Tensor, accumulate: str, backend: str) -> None:
     _one_of("backend", backend, BACKENDS.get(x.device.type, {b: None for names in BACKENDS.values() for b in names}))
 
 
-def _dense(x, w, bias, accumulate, backend) -> list:
-    """The shape of y; x and w: codes, scales, outer scale, format."""
+def _dense(x: Stored, w: Stored, bias: Tensor | None, accumulate: str, backend: str) -> list[int]:
+    """Check the arguments of a dense product and give the shape of y."""
     names = [f"{side}_{part}" for side in "xw" for part in ("codes", "scales", "global")]
     _one_device(x[0], **dict(zip(names, (*x[:3], *w[:3]), strict=True)), bias=bias)
     _same_k(_operand("x", *x, None), _operand("w", *w, 2))
@@ -279,18 +320,42 @@ def _dense(x, w, bias, accumulate, backend) -> list:
     return [*x[0].shape[:-1], w[0].shape[0]]
 
 
-@torch.library.register_fake("fp4ext::gemm")
+@register_fake("fp4ext::gemm")
 def _(
-    x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out_dtype, accumulate, backend
-):
+    x_codes: Tensor,
+    x_scales: Tensor | None,
+    x_global: Tensor | None,
+    x_format: str,
+    w_codes: Tensor,
+    w_scales: Tensor | None,
+    w_global: Tensor | None,
+    w_format: str,
+    bias: Tensor | None,
+    out_dtype: str,
+    accumulate: str,
+    backend: str,
+) -> Tensor:
     x, w = (x_codes, x_scales, x_global, x_format), (w_codes, w_scales, w_global, w_format)
     shape = _dense(x, w, bias, accumulate, backend)
     _one_of("out_dtype", out_dtype, ("bfloat16", "float32"))
     return x_codes.new_empty(shape, dtype=DTYPES[out_dtype])
 
 
-@torch.library.register_fake("fp4ext::gemm_add")
-def _(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_format, bias, out, accumulate, backend):
+@register_fake("fp4ext::gemm_add")
+def _(
+    x_codes: Tensor,
+    x_scales: Tensor | None,
+    x_global: Tensor | None,
+    x_format: str,
+    w_codes: Tensor,
+    w_scales: Tensor | None,
+    w_global: Tensor | None,
+    w_format: str,
+    bias: Tensor | None,
+    out: Tensor,
+    accumulate: str,
+    backend: str,
+) -> None:
     x, w = (x_codes, x_scales, x_global, x_format), (w_codes, w_scales, w_global, w_format)
     _one_device(x_codes, out=out)
     shape = _dense(x, w, bias, accumulate, backend)
@@ -299,21 +364,21 @@ def _(x_codes, x_scales, x_global, x_format, w_codes, w_scales, w_global, w_form
     _require(out.is_contiguous(), "out has gaps between its elements", "a contiguous tensor")
 
 
-@torch.library.register_fake("fp4ext::grouped_gemm")
+@register_fake("fp4ext::grouped_gemm")
 def _(
-    x_codes,
-    x_scales,
-    x_global,
-    x_format,
-    w_codes,
-    w_scales,
-    w_global,
-    w_format,
-    offsets,
-    out_dtype,
-    accumulate,
-    backend,
-):
+    x_codes: Tensor,
+    x_scales: Tensor | None,
+    x_global: Tensor | None,
+    x_format: str,
+    w_codes: Tensor,
+    w_scales: Tensor | None,
+    w_global: Tensor | None,
+    w_format: str,
+    offsets: Tensor,
+    out_dtype: str,
+    accumulate: str,
+    backend: str,
+) -> Tensor:
     _one_device(
         x_codes,
         x_scales=x_scales,
@@ -336,12 +401,12 @@ def _(
     return x_codes.new_empty(shape, dtype=DTYPES[out_dtype])
 
 
-@torch.library.register_fake("fp4ext::attention")
-def _(q, k, v, start, scale):
+@register_fake("fp4ext::attention")
+def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, scale: float) -> Tensor:
     _one_device(q, k=k, v=v, start=start)
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        _float(name, t)
-        _require(t.dim() == 4, f"{name} has shape {list(t.shape)}", "[batch, heads, rows, head_dim]")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _float(name, x)
+        _require(x.dim() == 4, f"{name} has shape {list(x.shape)}", "[batch, heads, rows, head_dim]")
     _dtype("v", v, k.dtype)
     (batch, heads, m, d), (groups, t) = q.shape, k.shape[1:3]
     _shape("k", k, [batch, groups, t, d])
@@ -359,8 +424,8 @@ def _(q, k, v, start, scale):
 # Layouts ------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("fp4ext::swizzle")
-def _(scales, offsets=None):
+@register_fake("fp4ext::swizzle")
+def _(scales: Tensor, offsets: Tensor | None = None) -> Tensor:
     _dtype("scales", scales, torch.uint8)
     _one_device(scales, offsets=offsets)
     accepted = "[.., rows, blocks]" if offsets is None else "[rows, blocks] with offsets"
@@ -372,8 +437,8 @@ def _(scales, offsets=None):
     return scales.new_empty((*scales.shape[:-2], (rows + 127) // 128 * 128 * columns))
 
 
-@torch.library.register_fake("fp4ext::unswizzle")
-def _(swizzled, rows, columns):
+@register_fake("fp4ext::unswizzle")
+def _(swizzled: Tensor, rows: int, columns: int) -> Tensor:
     _dtype("swizzled", swizzled, torch.uint8)
     _length("rows", rows)
     _length("columns", columns)

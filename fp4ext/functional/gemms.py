@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ..errors import Refused
 from . import cublas, ops
-from .fakes import ACCUMULATE
-from .qtensor import QTensor
+from .fakes import ACCUMULATE, Stored
+from .qtensor import BlockScaled, QTensor
 from .quantization import check_device, check_input
 
 BACKENDS = {"cpu": ("auto", "cpu"), "cuda": ("auto", "emulated", "fast", "cublas", "native")}
-VARIANT = ("fast", "cublas")  # backends whose rows depend on the shape of the whole
+VARIANT = ("fast", "cublas")  # the backends that are not row-invariant
 
 
 def gemm(
@@ -29,30 +29,30 @@ def gemm(
 
     Args:
         x: [.., M, K], a QTensor of any format, or a plain fp32, bf16 or fp16 tensor.
-        w: [N, K], likewise; formats may differ.
+        w: [N, K], a QTensor or a plain tensor; its format may differ from that of x.
         bias: [N], fp32, bf16 or fp16.
         out_dtype: torch.bfloat16 or torch.float32.
         accumulate: "invariant": a row of y depends on that row of x and on w alone, not on M, the other rows or the
-            threads. "fast": the backend's fastest order, which on CUDA may be "fast". The CPU has one order, invariant
-            and documented.
-        backend: "auto"; for tensors of the CPU "cpu"; for CUDA "emulated" or "native", or with accumulate="fast" also
-            "fast" or "cublas" (fp4ext.backends()).
-        out: fp32 [.., M, N], contiguous: the product in fp32, with its bias, is added to it, and it is returned;
-            out_dtype then counts for nothing. So a weight gradient gathers over micro-batches. It shares memory with no
-            other argument. Its version counter goes up, as after torch's own in-place operations.
+            threads. "fast": the fastest order of summation; on CUDA that may be backend "fast". The CPU has one order,
+            which is invariant.
+        backend: "auto"; on the CPU "cpu"; on CUDA "emulated" or "native", and with accumulate="fast" also "fast" or
+            "cublas". fp4ext.backends() says which are available.
+        out: fp32 [.., M, N], contiguous, for example a weight gradient that is accumulated over micro-batches. The
+            product in fp32, with its bias, is added to it, and it is returned; out_dtype is ignored. It may share
+            memory with no other argument. Its version counter is incremented, as by torch's own in-place operations.
 
     Returns:
         [.., M, N] in out_dtype, or out. No gradient flows through it: fp4ext.linear has a backward.
 
     Raises:
-        ValueError: lengths of K or devices that differ, an unknown choice. TypeError: a dtype that is not accepted.
-        RuntimeError: shapes that don't fit; an out that overlaps an operand, is a leaf that requires grad (unless under
-            torch.no_grad) or an inference tensor; an operand with a tangent, inside a transform of torch.func or traced
-            by torch.jit.
+        ValueError: K or devices that differ, an unknown accumulate or backend. TypeError: a dtype that is not accepted.
+        RuntimeError: shapes that do not fit; an out that overlaps an operand, is a leaf that requires grad (unless
+            under torch.no_grad) or an inference tensor; an operand with a tangent, inside a transform of torch.func or
+            traced by torch.jit; a backend that is not available.
 
-    Source: docs/numerics.md, 9.
+    Source: docs/numerics.md, section 9.
     """
-    operands = *operand("x", x), *operand("w", w)
+    operands = operand("x", x), operand("w", w)
     check_choices(out_dtype, accumulate, backend, x.device)
     if bias is not None:
         check_input("bias", bias)
@@ -76,7 +76,7 @@ def gemm(
 
 
 def check_choices(out_dtype: torch.dtype, accumulate: str, backend: str, device: torch.device) -> None:
-    """Raises ValueError or TypeError for a choice that no GEMM has."""
+    """Raises ValueError or TypeError for an out_dtype, accumulate or backend that no GEMM has."""
     if accumulate not in ACCUMULATE:
         raise Refused(f"unknown accumulate {accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
     accepted = BACKENDS.get(device.type, ("auto",))
@@ -91,9 +91,9 @@ def check_choices(out_dtype: torch.dtype, accumulate: str, backend: str, device:
         raise TypeError(f"out_dtype is {out_dtype}; accepted: torch.bfloat16, torch.float32")
 
 
-def operand(name: str, t: QTensor | Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
-    """(codes, scales, global scale, format) of an operand; `name` is for errors."""
-    if isinstance(t, QTensor):
+def operand(name: str, t: BlockScaled | Tensor, quantized: type[BlockScaled] = QTensor) -> Stored:
+    """(codes, scales, global scale, format) of a plain tensor or of a `quantized` one; `name` is for errors."""
+    if isinstance(t, quantized):
         return t.codes, t.scales, t.global_scale, t.format.name
-    check_input(name, t)
-    return t.detach(), None, None, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[t.dtype]
+    plain = check_input(name, t).detach()
+    return plain, None, None, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[plain.dtype]

@@ -1,19 +1,20 @@
-"""Many experts at once: grouped_quantize and grouped_gemm.
+"""grouped_quantize and grouped_gemm: all experts of a mixture in one call.
 
-The tokens of a mixture of experts, sorted by expert: rows offsets[e-1] … offsets[e] of x [T, K] are expert e's, rows
-past the last offset nobody's. With w [E, N, K] one matrix an expert, the three GEMMs of a layer are
+The rows of x [T, K] are tokens, sorted by expert: rows offsets[e-1] … offsets[e] are expert e's, and rows past the last
+offset are unassigned. w [E, N, K] has one matrix per expert. The three GEMMs of a layer are
 
     fprop   y[rows_e]  = x[rows_e]  · w[e]ᵀ                 contraction K
     dgrad   dx[rows_e] = dy[rows_e] · w[e]                  contraction N: the same form, with wᵀ [E, K, N]
     wgrad   dw[e]      = dy[rows_e]ᵀ · x[rows_e]            contraction over the expert's tokens
 
-and each of them equals, byte for byte, `gemm` of what `quantize` makes of that expert's matrices alone: an expert has
-its own outer scale, its own padding to whole blocks and its own length of the RHT, whatever stands beside it.
+and each of them equals, byte for byte, `gemm` of `quantize` of that expert's matrices alone: each expert has its own
+outer scales, padding to whole blocks and length of the RHT, independently of the other experts (docs/numerics.md,
+section 9, "Experts").
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,65 +24,44 @@ from ..policy.formats import Format
 from ..policy.spec import Spec, as_spec
 from . import cublas, ops
 from .gemms import check_choices, operand
-from .qtensor import QTensor
-from .quantization import check_device, check_input, check_place, rng_state, wrap
+from .qtensor import BlockScaled, QTensor, Ragged
+from .quantization import OnDevice, check_device, check_input, check_place, rng_state, wrap
 
 
-@dataclass(frozen=True, eq=False)
-class Ragged:
-    """A quantized x.mT [K, T] for wgrad: contracted over tokens, each expert's padded to whole blocks on their own.
+@overload
+def grouped_quantize(
+    x: Tensor | QTensor,
+    spec: Spec | Format | str,
+    offsets: None = None,
+    *,
+    axis: int = -1,
+    rng: Tensor | int | None = None,
+    role: str = "x",
+) -> QTensor: ...
 
-    Attributes:
-        codes, scales: as in QTensor, [K, columns]: first the tokens of expert 0 with their padding, then those of
-            expert 1; zeros at the end.
-        global_scale: fp32 [E, 1, 1], or [E, K, 1] with outer="row"; None where the format has none.
-        format: the Format.
-        shape: (K, T).
-        offsets: the ends of the experts' rows.
-        dtype: what dequantize gives by default.
-    """
 
-    codes: Tensor
-    scales: Tensor
-    global_scale: Tensor | None
-    format: Format
-    shape: torch.Size
-    offsets: Tensor
-    dtype: torch.dtype = torch.float32
+@overload
+def grouped_quantize(
+    x: Tensor | QTensor,
+    spec: Spec | Format | str,
+    offsets: Tensor | None = None,
+    *,
+    axis: Literal[-1] = -1,
+    rng: Tensor | int | None = None,
+    role: str = "x",
+) -> QTensor: ...
 
-    def expert(self, e: int) -> QTensor:
-        """Expert e's [K, T_e], as quantize(x[rows_e], axis=-2) makes it."""
-        ends = [0, *self.offsets.tolist()]
-        start = sum(self.format.padded(b - a) for a, b in zip(ends[:e], ends[1 : e + 1], strict=True))
-        tokens = ends[e + 1] - ends[e]
-        stop = start + self.format.padded(tokens)
-        outer = self.global_scale
-        if outer is not None:
-            outer = outer[e] if outer.shape[1] > 1 else outer[e, 0, 0]
-        per_byte, block = self.format.codes_per_byte, self.format.block
-        codes = self.codes[:, start // per_byte : stop // per_byte]
-        scales = self.scales[:, start // block : stop // block]
-        return QTensor(codes, scales, outer, self.format, torch.Size((self.shape[0], tokens)), self.dtype)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[K, T], zeros for tokens that are nobody's. After an RHT the rotated values, less those in the padding."""
-        parts = [self.expert(e).dequantize(dtype) for e in range(len(self.offsets))]
-        rest = self.shape[1] - sum(p.shape[1] for p in parts)
-        return torch.cat([*parts, parts[0].new_zeros(self.shape[0], rest)], dim=1)
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory: codes, block scales, outer scales and offsets."""
-        return sum(t.nbytes for t in self.tensors().values())
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that it is made of, by field."""
-        made_of = {"codes": self.codes, "scales": self.scales, "global_scale": self.global_scale}
-        return {name: t for name, t in {**made_of, "offsets": self.offsets}.items() if t is not None}
+@overload
+def grouped_quantize(
+    x: Tensor | QTensor,
+    spec: Spec | Format | str,
+    offsets: Tensor | None = None,
+    *,
+    axis: int = -1,
+    rng: Tensor | int | None = None,
+    role: str = "x",
+) -> QTensor | Ragged: ...
 
 
 def grouped_quantize(
@@ -93,26 +73,27 @@ def grouped_quantize(
     rng: Tensor | int | None = None,
     role: str = "x",
 ) -> QTensor | Ragged:
-    """quantize, each expert's matrix alone, all in one call.
+    """quantize each expert's matrix alone, all in one call.
 
     Args:
-        x: [T, K], rows sorted by expert; or [E, N, K] without offsets. A QTensor is dequantized and quantized anew.
+        x: fp32, bf16 or fp16: [T, K], rows sorted by expert; or [E, N, K] without offsets. A QTensor is dequantized and
+            quantized again.
         spec: a Spec, its key or a Format. Each expert has outer scales of its own: outer="tensor" (or "expert") is one
             per expert.
-        offsets: int32 [E], the ends of the experts' rows; ends that are equal are an expert without rows. Rows past the
-            last one are not read, be they NaN: their codes and scales are zero.
-        axis: -1; or -2 for x.mT.
-        rng, role: see quantize. An element's random bits hang on its row in x, or with axis=-2 on its row in the stack
-            of the experts' transposes, and on its place along the contraction.
+        offsets: int32 [E], the ends of the experts' rows; an expert whose end equals the one before has no rows. The
+            unassigned rows past the last end are not read, even if they are NaN: their codes and scales are zero.
+        axis: -1; or -2 to quantize x.mT.
+        rng, role: see quantize. The random bits of an element depend on its position along the contraction and on its
+            row in x; with axis=-2, on its row in the stack of the experts' transposes.
 
     Returns:
-        A QTensor, whose global scale is one a row for [T, K] and one an expert for [E, N, K]; for [T, K] with axis=-2 a
+        A QTensor, with one global scale per row for [T, K] and one per expert for [E, N, K]; for [T, K] with axis=-2 a
         Ragged.
 
     Raises:
-        ValueError, TypeError: as quantize. RuntimeError: likewise; offsets that decrease or pass the rows.
+        ValueError, TypeError: as quantize. RuntimeError: as quantize; offsets that decrease or exceed the rows of x.
 
-    Source: docs/numerics.md, 9.
+    Source: docs/numerics.md, section 9, "Experts".
     """
     if not isinstance(x, QTensor):
         check_input("x", x)
@@ -128,8 +109,8 @@ def grouped_quantize(
     if offsets is None or axis == -1:
         return wrap(x, spec, axis, *out)
     codes, scales, outer = out
-    shape, outer = torch.Size((x.shape[1], x.shape[0])), outer if spec.fmt.has_global_scale else None
-    return Ragged(codes, scales, outer, spec.fmt, shape, offsets, x.dtype)
+    shape = torch.Size((x.shape[1], x.shape[0]))
+    return Ragged(codes, scales, outer if spec.fmt.has_global_scale else None, spec.fmt, shape, offsets, x.dtype)
 
 
 def grouped_gemm(
@@ -140,26 +121,27 @@ def grouped_gemm(
     accumulate: str = "invariant",
     backend: str = "auto",
 ) -> Tensor:
-    """One product an expert, in one call: over rows, or over tokens.
+    """One product per expert, all in one call: over rows, or over tokens.
 
     Args:
         x, w: over rows, [T, K] and [E, N, K]: y[rows_e] = x[rows_e]·w[e]ᵀ. Over tokens, [M, T] and [N, T]:
             y[e] = x[:, rows_e]·w[:, rows_e]ᵀ. QTensors of any format (over tokens, Ragged), or plain fp32, bf16 or fp16
             tensors.
-        offsets: int32 [E], the ends of the experts' rows; for a Ragged those that it was made with.
-        out_dtype, accumulate, backend: see gemm. "fast" takes no experts, "cublas" those of cublas.GROUPED_TAKES.
+        offsets: int32 [E], the ends of the experts' rows; for a Ragged those that it was quantized with.
+        out_dtype, accumulate, backend: see gemm. "fast" does not accept experts; cublas.GROUPED_TAKES says which
+            "cublas" accepts.
 
     Returns:
-        [T, N], where rows past the last offset are zero, whatever x holds there; or [E, M, N], where an expert without
-        tokens has zeros. No gradient flows through it: fp4ext.Experts has a backward.
+        [T, N], where unassigned rows (those past the last offset) are zero; or [E, M, N], where an expert without
+        tokens has zeros. No gradient flows through it: fp4ext.grouped_linear has a backward.
 
     Raises:
-        ValueError: sizes or devices that differ, an unknown choice. TypeError: an operand or dtype that is refused.
-        RuntimeError: offsets that decrease or pass the rows.
+        ValueError: sizes or devices that differ, an unknown accumulate or backend. TypeError: an operand or dtype that
+        is not accepted. RuntimeError: offsets that decrease or exceed the rows; a backend that is not available.
 
-    Source: docs/numerics.md, 9.
+    Source: docs/numerics.md, section 9, "Experts".
     """
-    operands = *_grouped_operand("x", x), *_grouped_operand("w", w)
+    operands = operand("x", x, BlockScaled), operand("w", w, BlockScaled)
     check_choices(out_dtype, accumulate, backend, x.device)
     if backend == "fast":
         raise Refused("backend 'fast' takes dense products; accepted for experts: auto, emulated, native, cublas")
@@ -174,7 +156,7 @@ def grouped_gemm(
         if not isinstance(t, (Tensor, wanted)):
             raise TypeError(f"{name} is {type(t).__name__} beside w {form}; accepted: {wanted.__name__}, torch.Tensor")
     if len(w.shape) == 3 and w.shape[0] != offsets.shape[0]:
-        raise Refused(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
+        raise Refused(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end per expert")
     if x.shape[-1] != w.shape[-1]:
         raise Refused(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in their last axis, the contraction")
     if backend == "cublas":
@@ -183,22 +165,16 @@ def grouped_gemm(
 
 
 def expert_ends(chosen: Tensor, experts: int) -> Tensor:
-    """The offsets that grouped ops take, int32 [experts], of each row's expert [T], which are sorted.
+    """The offsets of grouped ops, int32 [experts], from the expert of each row, int64 [T] and sorted.
 
-    A search instead of a count: its shape does not depend on the values, so torch.compile needs no guard on them.
+    A search, not a count: its shape does not depend on the values, so torch.compile needs no guard on them.
     """
     return torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True, out_int32=True)
 
 
-def check_offsets(offsets: Tensor, x: QTensor | Ragged | Tensor) -> None:
-    """Refuse what is no int32 [E] on the device of x."""
+def check_offsets(offsets: object, x: OnDevice) -> None:
+    """Raises TypeError or ValueError unless offsets is an int32 [E] on the device of x."""
     if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
         what = f"{offsets.dtype} {tuple(offsets.shape)}" if isinstance(offsets, Tensor) else type(offsets).__name__
         raise TypeError(f"offsets is {what}; accepted: int32 [E], the ends of the experts' rows")
     check_device("offsets", offsets, x)
-
-
-def _grouped_operand(name: str, t: QTensor | Ragged | Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
-    if isinstance(t, Ragged):
-        return t.codes, t.scales, t.global_scale, t.format.name
-    return operand(name, t)

@@ -1,9 +1,9 @@
-"""attention: each query over its own past, in an order that no batch changes.
+"""attention: causal attention with a fixed order of summation.
 
     y_i = Σ_{j ≤ i} softmax_j(scale · q_i·k_j) v_j
 
-A row of y is a function of its query and of the keys and values it reads: the same bits alone or in a batch, in a
-prefill or in a decode through a cache, on any number of threads. That is what a sampler and a trainer need to agree
+A row of y is a function of its query and of the keys and values that it reads. Its bits are the same alone and in a
+batch, in a prefill and in a decode through a cache, and on any number of threads, so that a sampler and a trainer agree
 exactly.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .autograd import first_derivative
+from .autograd import Context, first_derivative
 from .quantization import check_device, check_input
 
 
@@ -22,49 +22,50 @@ def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, scal
 
     Args:
         q: [B, H, M, D] in fp32, bf16 or fp16, any strides.
-        k, v: [B, G, T, D] of one dtype, G dividing H: query head h reads kv head h // (H/G). They may be a cache: what
-            lies past a query's position is not read, whatever it holds.
-        start: int64 [B]: query i of sequence b is at position start[b] + i and reads keys 0 to there, its own included.
-            0 is a prefill; with M = 1 and the lengths of the sequences it is a decode step of a ragged batch. None: the
-            queries are the last M of T.
-        scale: of the products; None: 1/√D.
+        k, v: [B, G, T, D], both of one dtype, where G divides H: query head h reads key-value head h // (H/G). They may
+            be a cache: keys and values past a query's position are not read.
+        start: int64 [B]. Query i of sequence b is at position start[b] + i and reads the keys 0 … start[b] + i. Zeros
+            are a prefill; the lengths of the sequences before this call, with M = 1, are a decode step of sequences of
+            different lengths. None: the queries are at the last M of the T positions.
+        scale: what the scores q·k are multiplied by; None: 1/√D.
 
     Returns:
-        [B, H, M, D] in the dtype of q. It has a gradient, in plain fp32 operations of torch: M·T scores a head in
-        memory, and not row-invariant.
+        [B, H, M, D] in the dtype of q. The backward uses torch's fp32 operations: it holds M·T scores per head in
+        memory and is not row-invariant. A row whose scores include NaN or +inf, or are all -inf, is NaN.
 
     Raises:
         TypeError: a dtype that is not accepted. ValueError: devices that differ.
-        RuntimeError: shapes or a start that don't fit; a tensor with a tangent, inside a transform of torch.func or
+        RuntimeError: shapes or a start that do not fit; a tensor with a tangent, inside a transform of torch.func or
             traced by torch.jit.
 
-    Source: docs/numerics.md, 11. A row that meets a NaN or +inf among its scores, or nothing but -inf, is NaN.
+    Source: docs/numerics.md, section 11.
     """
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_input(name, t)
         check_device(name, t, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        return _Attention.apply(q, k, v, start, scale)
+        y: Tensor = _Attention.apply(q, k, v, start, scale)  # type: ignore[no-untyped-call]  # torch has no types here
+        return y
     return ops.attention(q, k, v, start, scale)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, start, scale):
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, scale: float) -> Tensor:
         ctx.save_for_backward(q, k, v, start)
         ctx.scale = scale
         return ops.attention(q, k, v, start, scale)
 
     @staticmethod
     @first_derivative
-    def backward(ctx, dy):
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, start = ctx.saved_tensors
         (batch, heads, m, d), (groups, t) = q.shape, k.shape[1:3]
         shape = (batch, groups, heads // max(groups, 1), m, d)
         with torch.autocast(q.device.type, enabled=False):
             qf, dyf = (x.float().reshape(shape) for x in (q, dy))
-            kf, vf = (x.float()[:, :, None] for x in (k, v))  # every head of a group reads the same
+            kf, vf = (x.float()[:, :, None] for x in (k, v))  # all query heads of a group read one key-value head
             scores = (qf @ kf.mT * ctx.scale).masked_fill(~_mask(start, batch, m, t, q.device), -torch.inf)
             p = scores.softmax(-1)
             dp = dyf @ vf.mT

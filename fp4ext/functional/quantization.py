@@ -1,11 +1,14 @@
-"""quantize: a tensor in, a QTensor out."""
+"""quantize: a tensor to a QTensor, and the checks of arguments that the other functions share."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import Refused
+from ..policy import formats
 from ..policy.formats import Format
 from ..policy.spec import Spec, as_spec
 from . import ops
@@ -30,30 +33,30 @@ def quantize(
 
     Args:
         x: fp32, bf16 or fp16, any number of dimensions, any strides. Or a QTensor: its dequantized values (in fp32) are
-            quantized anew, along either axis, without a whole copy of them in memory.
+            quantized again, along either axis, without a whole copy of them in memory.
         format: "nvfp4", "mxfp8", "mxfp8_e5m2", "mxfp4", a Format; or a whole Spec or its key, such as
             "nvfp4/sweep", which then says everything up to `rht`.
         scale, rounding, block, outer, rht: see Spec.
-        axis: -1; or -2 for x.mT, whose contraction is x's second last axis: the copy that a backward GEMM wants.
-        rng: where random bits come from: an int seed, or an int64 tensor {seed, offset} or {seed, offset, row, k}
-            (row and k: the logical place of a shard's first element, from 0 to 2^32 - 1; k is a multiple of the block,
-            and of the RHT's length). Default: drawn from torch's generator if the spec needs it.
-        role: "x", "w" or "dy": tensors of different roles have different random bits under one rng.
-        amax: the outer groups' largest magnitudes (fp32, of the shape of global_scale), where x is a shard of a larger
-            tensor. Finite numbers from 0 on. (The values of rng and amax on a CUDA device are not read by the host, and
-            so not checked.)
+        axis: -1; or -2 to quantize x.mT, whose contraction is x's second last axis, as the backward GEMMs need it.
+        rng: the RNG state: an int seed, or an int64 tensor {seed, offset} or {seed, offset, row, k}, where row and k
+            are the logical coordinates of a shard's first element, from 0 to 2^32 - 1; k is a multiple of the block
+            and of the RHT's length. None: drawn from torch's generator if the spec is random.
+        role: "x", "w" or "dy": tensors of different roles get different random bits from one rng.
+        amax: the largest magnitude of each outer group, fp32 of the shape of global_scale, finite and not negative,
+            where x is a shard of a larger tensor. None: measured. (Values of rng and amax on a CUDA device are not
+            checked, since the host does not read them.)
 
     Returns:
         A QTensor of shape [.., rows, K]; under an RHT it holds the rotated values. No gradient flows through it:
         fp4ext.linear has a backward.
 
     Raises:
-        ValueError: an unknown or biased combination (see Spec), an unknown role or axis, another device than that of x.
+        ValueError: an unknown or biased combination (see Spec), an unknown role or axis, tensors on different devices.
         TypeError: a dtype that is not accepted.
         RuntimeError: an argument of the wrong shape, an amax or an rng out of range, x with a tangent, inside a
             transform of torch.func or traced by torch.jit.
 
-    Source: docs/numerics.md, 2-7.
+    Source: docs/numerics.md, sections 2-7.
     """
     if not isinstance(x, QTensor):
         check_input("x", x)
@@ -65,7 +68,7 @@ def quantize(
         if given:
             raise Refused(f"{', '.join(given)} beside the whole spec {spec}; accepted: spec.with_(…), or no spec")
     else:
-        spec = Spec(format, scale, rounding, block, outer, rht)
+        spec = Spec(formats.get(format).name, scale, rounding, block, outer, rht)
     check_place(axis, role)
     if amax is not None:
         check_device("amax", amax, x)
@@ -82,20 +85,21 @@ def quantize(
 
 
 def wrap(x: Tensor | QTensor, spec: Spec, axis: int, codes: Tensor, scales: Tensor, outer_scale: Tensor) -> QTensor:
-    """The QTensor of what an op made of x."""
+    """The QTensor of an op's results for x."""
     shape = x.shape if axis == -1 else (*x.shape[:-2], x.shape[-1], x.shape[-2])
     fmt = spec.fmt
     return QTensor(codes, scales, outer_scale if fmt.has_global_scale else None, fmt, torch.Size(shape), x.dtype)
 
 
 def rng_state(rng: Tensor | int | None, x: Tensor, spec: Spec) -> Tensor | None:
-    """What `rng` means for x and its spec, as the tensor that an op takes; None where nothing is random."""
+    """The RNG state that an op takes for x, from the argument `rng`; None where the spec is not random."""
     if rng is not None and not isinstance(rng, (int, Tensor)):
         raise TypeError(f"rng is {type(rng).__name__}; accepted: None, an int or an int64 tensor {{seed, offset}}")
     if not spec.needs_rng:
         return None
     if rng is None:
-        return ops.draw_rng(x, 1)[0]
+        states: Tensor = ops.draw_rng(x, 1)
+        return states[0]
     if isinstance(rng, Tensor):
         check_device("rng", rng, x)
         return rng
@@ -104,25 +108,34 @@ def rng_state(rng: Tensor | int | None, x: Tensor, spec: Spec) -> Tensor | None:
     return torch.tensor([rng, 0], dtype=torch.int64, device=x.device)
 
 
-def check_device(name: str, t: Tensor, x: Tensor) -> None:
+class OnDevice(Protocol):
+    """A Tensor, a QTensor or a Ragged."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that holds the data."""
+
+
+def check_device(name: str, t: OnDevice, x: OnDevice) -> None:
     """Raises ValueError unless t is on the device of x."""
     if t.device != x.device:
         raise Refused(f"{name} is on {t.device}; accepted: {x.device}, where x is")
 
 
 def check_place(axis: int, role: str) -> None:
-    """Raises ValueError for an axis or a role that there is not."""
+    """Raises ValueError for an unknown axis or role."""
     if role not in ops.ROLES:
         raise Refused(f"unknown role {role!r}; accepted: {', '.join(ops.ROLES)}")
     if axis not in (-1, -2):
         raise Refused(f"axis is {axis}; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)")
 
 
-def check_input(name: str, x: Tensor) -> None:
-    """Raises TypeError unless x is a tensor of a dtype that can be quantized; otherwise as ops.check_plain."""
+def check_input(name: str, x: object) -> Tensor:
+    """x itself. Raises TypeError unless it is a tensor that can be quantized, and what ops.check_plain raises."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; accepted: a torch.Tensor")
     ops.check_plain(name, x)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         why = " (rounding float64 twice is not rounding it once)" if x.dtype == torch.float64 else ""
         raise TypeError(f"{name} is {x.dtype}; accepted: float32, bfloat16, float16{why}")
+    return x

@@ -120,6 +120,6 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> None:
     if w.dim() != 3 or x.dim() != 2 or x.shape[1] != w.shape[2]:
         raise Refused(f"x has shape {tuple(x.shape)} and w {tuple(w.shape)}; accepted: [T, K] and [E, N, K]")
     if offsets.shape[0] != w.shape[0]:
-        raise Refused(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
+        raise Refused(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end per expert")
     if recipe.mean_split:
         raise Refused("a recipe with mean_split is for linear layers; accepted for experts: mean_split=False")

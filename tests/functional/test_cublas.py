@@ -153,7 +153,7 @@ def scaled_grouped_mm(monkeypatch):
 
     What it demands: x [T, K] row by row, w [E, K, N] column by column, K in bytes and N multiples of 16; each expert's
     scales of x in the tensor cores' layout, padded to 128 rows, one expert's after the other's, in a matrix of at least
-    T rows; those of w [E, size]; NVFP4's global scales fp32, one an expert; bfloat16 out. It leaves rows of nobody as
+    T rows; those of w [E, size]; NVFP4's global scales fp32, one per expert; bfloat16 out. It leaves unassigned rows as
     they were.
     """
     called = []
@@ -206,7 +206,7 @@ def experts(format, offsets, rows=None, n=48, k=96, **spec):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("offsets", [[5, 5, 140, 141], [0, 300], [128, 256, 257], [0, 0, 0], [64]], ids=str)
 def test_each_expert_arrives(scaled_grouped_mm, format, offsets):
-    """Experts with none, with fewer than 128 and with more rows; gains far apart; rows of nobody are zeros."""
+    """Experts with none, with fewer than 128 and with more rows; gains far apart; unassigned rows are zeros."""
     for n, k in ((48, 96), (144, 4160), (16, 32)):
         x, w, ends = experts(format, offsets, n=n, k=k)
         y = cublas.grouped_gemm(x, w, ends)
@@ -221,7 +221,7 @@ def test_each_expert_arrives(scaled_grouped_mm, format, offsets):
 
 
 def test_one_global_scale_a_row(scaled_grouped_mm):
-    """outer='row': torch has one an expert, so what a row has beside it comes after; else that changes nothing."""
+    """outer='row': torch takes one per expert; the ratio of each row to it is multiplied afterwards."""
     offsets = [70, 70, 200]
     for outer, roundings in (("row", 2), ("tensor", 1)):
         x, w, ends = experts("nvfp4", offsets, outer=outer)

@@ -138,12 +138,12 @@ def test_what_bf16_does_not_hold(x_format, w_format):
         assert_bytes_equal(gemm(to_gpu(x), to_gpu(w)).cpu(), wanted, f"{x_format} {w_format} {m} {n} {k}")
     offsets = torch.tensor([0, 5, 5, 128, 250], dtype=torch.int32)
     x, w = operand(x_format, 260, 96, seed=1), operand(w_format, 5, 48, 96, seed=2)
-    wanted = ops.grouped_gemm(*x.parts, *w.parts, offsets, "float32", "invariant", "cpu")
-    y = ops.grouped_gemm(*to_gpu(x).parts, *to_gpu(w).parts, offsets.to(GPU), "float32", "invariant", "auto")
+    wanted = ops.grouped_gemm(x.parts, w.parts, offsets, "float32", "invariant", "cpu")
+    y = ops.grouped_gemm(to_gpu(x).parts, to_gpu(w).parts, offsets.to(GPU), "float32", "invariant", "auto")
     assert_bytes_equal(y.cpu(), wanted, "rows")
     x, w = (tokens(format, rows, offsets.tolist(), rows)[0] for format, rows in ((x_format, 40), (w_format, 70)))
-    wanted = ops.grouped_gemm(*x.parts, *w.parts, offsets, "float32", "invariant", "cpu")
-    y = ops.grouped_gemm(*to_gpu(x).parts, *to_gpu(w).parts, offsets.to(GPU), "float32", "invariant", "auto")
+    wanted = ops.grouped_gemm(x.parts, w.parts, offsets, "float32", "invariant", "cpu")
+    y = ops.grouped_gemm(to_gpu(x).parts, to_gpu(w).parts, offsets.to(GPU), "float32", "invariant", "auto")
     assert_bytes_equal(y.cpu(), wanted, "tokens")
 
 

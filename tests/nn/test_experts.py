@@ -298,7 +298,7 @@ def test_a_policy_that_changes_with_the_step():
 BAD = {
     "x has shape (118, 40) and w (6, 32, 48); accepted: [T, K] and [E, N, K]": dict(x=torch.ones(118, 40)),
     "x has shape (2, 59, 48) and w (6, 32, 48); accepted": dict(x=torch.ones(2, 59, 48)),
-    "w has 6 experts and offsets 2; accepted: one end an expert": dict(offsets=offsets([3, 4])),
+    "w has 6 experts and offsets 2; accepted: one end per expert": dict(offsets=offsets([3, 4])),
     "offsets is torch.int64 (6,); accepted: int32 [E]": dict(offsets=offsets().long()),
     "offsets is list; accepted: int32 [E]": dict(offsets=[3] * 6),
     "x is torch.float64; accepted": dict(x=torch.ones(118, 48).double()),

@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 
 import fp4ext
 from fp4ext import Spec
-from fp4ext.functional import ops
 from fp4ext.testing import assert_bytes_equal, generate
 
 RNG = torch.tensor([0x1234567890ABCDEF, 7])
@@ -108,7 +107,8 @@ def test_out_overlaps_nothing(what, shift):
     w = fp4ext.quantize(generate("gaussian", n, k), outer="row")
     names = ("x_codes", "x_scales", "x_global", "x_format", "w_codes", "w_scales", "w_global", "w_format")
     arguments = dict(zip(names, (*raw(x), *raw(w)), strict=True), bias=torch.ones(n))
-    wanted = ops.gemm(**arguments, out_dtype="float32")
+    arguments |= dict(accumulate="invariant", backend="auto")
+    wanted = torch.ops.fp4ext.gemm(**arguments, out_dtype="float32")
     memory = torch.zeros(3 * m * n * 4, dtype=torch.uint8)
     out = memory[m * n * 4 : 2 * m * n * 4].view(torch.float32).view(m, n)
     source = arguments[what]
@@ -118,7 +118,7 @@ def test_out_overlaps_nothing(what, shift):
         shared = memory[begin + move :][: source.nbytes].view(source.dtype).view(source.shape)
         shared.copy_(source)
         before = memory.clone()
-        call = lambda: ops.gemm_add(**{**arguments, what: shared}, out=out)  # noqa: B023, E731
+        call = lambda: torch.ops.fp4ext.gemm_add(**{**arguments, what: shared}, out=out)  # noqa: B023, E731
         if overlaps:
             with pytest.raises(RuntimeError, match=f"out shares memory with {what}; accepted: a tensor that overlaps"):
                 call()

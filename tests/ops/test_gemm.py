@@ -25,6 +25,10 @@ class Operand:
     def __init__(self, format, codes, scales=None, outer=None):
         self.format, self.codes, self.scales, self.outer = format, codes, scales, outer
 
+    @property
+    def parts(self):
+        return self.codes, self.scales, self.outer, self.format
+
     def __getitem__(self, rows):
         outer = self.outer if self.outer is None or self.outer.numel() == 1 else self.outer[rows]
         return Operand(self.format, self.codes[rows], None if self.scales is None else self.scales[rows], outer)
@@ -69,9 +73,7 @@ def operand(format, rows, k, seed, outer="tensor", scales=None):
 
 
 def gemm(x, w, bias=None, out_dtype="float32", **options):
-    return ops.gemm(
-        x.codes, x.scales, x.outer, x.format, w.codes, w.scales, w.outer, w.format, bias, out_dtype, **options
-    )
+    return ops.gemm(x.parts, w.parts, bias, out_dtype, **options)
 
 
 def check(each_isa, x, w, bias=None, out_dtype="float32"):
@@ -314,11 +316,10 @@ def test_added_to_what_is_there(each_isa, x_format, w_format, m):
     before = torch.randn(m, 27) * 10
     wanted = reference.gemm(x.for_reference(), w.for_reference(), bias, out=before)
     assert not torch.equal(wanted, gemm(x, w) + (before + bias))
-    operands = (x.codes, x.scales, x.outer, x.format, w.codes, w.scales, w.outer, w.format)
 
     def add():
         out = before.clone()
-        ops.gemm_add(*operands, bias, out)
+        ops.gemm_add(x.parts, w.parts, bias, out)
         return out
 
     for isa, out in each_isa(add):
@@ -336,7 +337,7 @@ def test_added_to_what_is_there(each_isa, x_format, w_format, m):
 def test_out_that_does_not_fit_is_refused(out, says):
     x, w = operand("fp32", 3, 16, 1), operand("fp32", 27, 16, 2)
     with pytest.raises(RuntimeError, match=says):
-        ops.gemm_add(x.codes, None, None, "fp32", w.codes, None, None, "fp32", None, out)
+        ops.gemm_add(x.parts, w.parts, None, out)
 
 
 # ---- shapes ----
@@ -396,7 +397,7 @@ def test_compiled_equals_eager():
     torch._dynamo.reset()
     for k in (16, 80, 144):
         x, w = operand("nvfp4", 5, k, 37), operand("nvfp4", 7, k, 38)
-        f = lambda a, b, c, d: ops.gemm(a, b, None, "nvfp4", c, d, None, "nvfp4", None, "float32")  # noqa: E731
+        f = lambda a, b, c, d: ops.gemm((a, b, None, "nvfp4"), (c, d, None, "nvfp4"), None, "float32")  # noqa: E731
         operands = (x.codes, x.scales, w.codes, w.scales)
         assert_bytes_equal(torch.compile(f, fullgraph=True, backend="aot_eager")(*operands), f(*operands))
     torch._dynamo.reset()
@@ -415,7 +416,7 @@ def test_empty(each_isa, format):
 
 
 def bad(**change):
-    """Arguments of ops.gemm, one thing wrong."""
+    """Arguments of the op gemm, one of them wrong."""
     x, w = operand("nvfp4", 4, 64, 1), operand("mxfp8", 6, 64, 2)
     arguments = dict(
         x_codes=x.codes, x_scales=x.scales, x_global=x.outer, x_format="nvfp4", w_codes=w.codes, w_scales=w.scales,
@@ -452,4 +453,4 @@ def bad(**change):
 )
 def test_refusals(change, says):
     with pytest.raises(RuntimeError, match=says):
-        ops.gemm(**bad(**change))
+        torch.ops.fp4ext.gemm(**bad(**change))

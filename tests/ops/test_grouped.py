@@ -290,9 +290,9 @@ def bad_gemm(**change):
         grouped_quantize(torch.ones(2, 8, 64), "mxfp8"),
     )
     arguments = dict(
-        x_codes=x.codes, x_scales=x.scales, x_global=x.global_scale, x_format="nvfp4", w_codes=w.codes,
-        w_scales=w.scales, w_global=None, w_format="mxfp8", offsets=offsets([4, 2]), out_dtype="float32",
-        accumulate="invariant", backend="auto",
+        x_codes=x.codes, x_scales=x.scales.view(torch.uint8), x_global=x.global_scale, x_format="nvfp4",
+        w_codes=w.codes.view(torch.uint8), w_scales=w.scales.view(torch.uint8), w_global=None, w_format="mxfp8",
+        offsets=offsets([4, 2]), out_dtype="float32", accumulate="invariant", backend="auto",
     )  # fmt: skip
     return arguments | change
 
@@ -320,13 +320,13 @@ def bad_gemm(**change):
 )
 def test_gemm_refuses(change, says):
     with pytest.raises(RuntimeError, match=says):
-        ops.grouped_gemm(**bad_gemm(**change))
+        torch.ops.fp4ext.grouped_gemm(**bad_gemm(**change))
 
 
 def test_tokens_that_do_not_fit_are_refused():
     a = grouped_quantize(torch.ones(40, 32), "nvfp4", offsets([3, 37]), axis=-2)
     fits = lambda at, codes=a.codes, scales=a.scales: ops.grouped_gemm(  # noqa: E731
-        codes, scales, a.global_scale, "nvfp4", torch.ones(5, 40), None, None, "fp32", at, "float32"
+        (codes, scales, a.global_scale, "nvfp4"), (torch.ones(5, 40), None, None, "fp32"), at, "float32"
     )
     assert fits(offsets([3, 37])).shape == (2, 32, 5)
     with pytest.raises(
