@@ -27,7 +27,7 @@ Where these differ from their authors' code:
 - quartet2: S is taken over each block of 16, as Algorithm 1 of the paper has it; the authors' Triton code takes it over
   a rotated vector of 128.
 - end_to_end and quartet2 are unbiased in each operand, not in the product: under one rotation the errors of dy and of
-  x̂ are correlated where the two are parallel, and dw is too large by 0.7 % (0.9 %) there. end_to_end_sr removes that
+  x̂ are correlated where the two are parallel, and dw is too large by 0.7 % (0.8 %) there. end_to_end_sr removes that
   for about 1.8 times the variance (docs/numerics.md, 8).
 """
 
