@@ -21,7 +21,7 @@ Where these differ from their authors' code:
 
 - nvidia: the RHT's signs are drawn anew at every call, where TransformerEngine has one vector and torchao one per
   layer; scales of stochastic operands are rounded up, which adds noise and no bias; rotated values stay in fp32, where
-  TransformerEngine rounds them to BF16.
+  TransformerEngine rounds them to BF16, which changes 0.6 % of the codes on N(0, 1).
 - four_over_six: dy and wgrad's x keep amax scales. The authors' layer uses 4/6 there too, which leaves a bias in dw,
   since rounding after a choice by error is not unbiased.
 - quartet2: S is taken over each block of 16, as Algorithm 1 of the paper has it; the authors' Triton code takes it over
