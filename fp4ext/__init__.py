@@ -1,6 +1,7 @@
 """fp4ext: train, sample and reinforce PyTorch models in 4 bits. See README.md and docs/."""
 
 import importlib
+from types import ModuleType
 
 import torch  # noqa: F401  (loads libtorch before _C)
 
@@ -41,6 +42,7 @@ __all__ = [
     "backends",
     "convert",
     "current_stage",
+    "distributed",
     "export",
     "formats",
     "gemm",
@@ -64,11 +66,11 @@ __all__ = [
 ]
 
 
-_LAZY = ("audit", "export", "integrations", "train")
+_LAZY = ("audit", "distributed", "export", "integrations", "train")
 
 
-def __getattr__(name: str):
-    """fp4ext.audit, export, integrations and train, imported when they are first used: the rest does not need them."""
+def __getattr__(name: str) -> ModuleType:
+    """Import a package that the rest does not need when it is first used."""
     if name in _LAZY:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

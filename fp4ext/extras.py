@@ -1,6 +1,7 @@
-"""Packages that only a part of fp4ext needs: `pip install 'fp4ext[train]'`, or `[all]`.
+"""The packages that only one part of fp4ext needs: `pip install 'fp4ext[train]'`, or `[all]`.
 
-`from fp4ext.extras import train` gives the names of those that `fp4ext.train` needs, once they are all there.
+`from fp4ext.extras import train` gives the names of the packages that fp4ext.train needs, and raises ImportError where
+one of them is not installed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ NEEDED = {
 
 
 def __getattr__(extra: str) -> tuple[str, ...]:
-    """The packages of an extra. Raises ImportError, naming the extra, where one is missing."""
+    """The packages of an extra. Raises ImportError, which names the extra, where one is missing."""
     if extra not in NEEDED:
         raise AttributeError(f"module {__name__!r} has no attribute {extra!r}")
     missing = [name for name in NEEDED[extra] if find_spec(name) is None]

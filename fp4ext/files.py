@@ -1,4 +1,4 @@
-"""Small files that anybody may have written: read as data, without waiting for a pipe or believing a size."""
+"""Read small files from untrusted sources: without blocking on a pipe, and without trusting a declared size."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 MAX = 64_000_000  # bytes
 
 
 def read(path: str | Path, most: int | None = MAX) -> bytes:
-    """The contents of a regular file of at most so many bytes (None: of any size).
+    """The contents of a regular file of at most `most` bytes (None: of any size).
 
     Raises:
-        OSError: it cannot be read, is a pipe, a device or a folder, or is larger.
+        OSError: the file cannot be read, is a pipe, a device or a folder, or is larger than `most`.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer would block
     with os.fdopen(fd, "rb") as file:
@@ -27,22 +28,22 @@ def read(path: str | Path, most: int | None = MAX) -> bytes:
         return file.read()
 
 
-def parse_json(data: bytes | str):
-    """JSON without its traps: no name twice in an object, no NaN, no depth that overflows.
+def parse_json(data: bytes | str) -> Any:
+    """Parse JSON strictly: no name may occur twice in an object, and NaN and Infinity are refused.
 
     Raises:
-        ValueError: what is wrong.
+        ValueError: the text is not such JSON, or is nested too deep.
     """
 
-    def once(pairs):
-        seen = dict(pairs)
-        if len(seen) != len(pairs):
-            before: set[str] = set()
-            twice = next(name for name, _ in pairs if name in before or before.add(name))
-            raise ValueError(f"{twice[:80]!r} is there twice")
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in seen:
+                raise ValueError(f"{name[:80]!r} is there twice")
+            seen[name] = value
         return seen
 
-    def constant(text):
+    def constant(text: str) -> None:
         raise ValueError(f"{text} is no JSON number")
 
     try:

@@ -24,7 +24,7 @@ ORDER = """
     nn
     conversion
     fp4ext
-    audit export integrations
+    audit distributed export integrations
     train
     cli
     __main__
@@ -138,7 +138,7 @@ def test_no_module_hides_behind_a_function():
 
 def public_callables():
     """Whatever the faces of fp4ext and of its packages offer that can be called."""
-    for package in ("", ".policy", ".functional", ".nn", ".conversion", ".audit", ".export", ".train"):
+    for package in ("", ".policy", ".functional", ".nn", ".conversion", ".audit", ".distributed", ".export", ".train"):
         module = importlib.import_module(f"fp4ext{package}")
         for name in module.__all__:
             thing = getattr(module, name)
@@ -163,6 +163,7 @@ FOLDERS = {"ops": "csrc/ops", "numerics": "csrc/numerics", "simt": "csrc/cuda", 
 OF_A_PACKAGE = {
     "audit": "experts faults run",
     "conversion": "decision_walk",
+    "distributed": "checkpoints",
     "export": "decision embeddings experts foreign fuzz hostile judges safety",
     "nn": "inference packed_training unbiased_products",
     "reference": "error_table scale_rules sharding stochastic torchao unbiased",
@@ -282,9 +283,7 @@ def test_the_public_face():
 
 def test_importing_the_package_is_light():
     """It loads neither the workloads, nor what judges, nor the packages of extras."""
-    code = (
-        "import sys, fp4ext; print(*[m for m in sys.modules if m.startswith(('fp4ext.', 'rich', 'safe'))])"
-    )
+    code = "import sys, fp4ext; print(*[m for m in sys.modules if m.startswith(('fp4ext.', 'rich', 'safe'))])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     packages = {name.split(".")[1] for name in loaded.split() if name.startswith("fp4ext.")}
     assert packages <= {"_C", "policy", "functional", "nn", "conversion", "errors", "files", "extras"}, packages

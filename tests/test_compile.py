@@ -210,8 +210,8 @@ def recorded():
     drawn, read = [], []
     draw, streams = ops.draw_states, layer_ops._streams
 
-    def drawing(like, count):
-        drawn.append(draw(like, count))
+    def drawing(like, count, rank=None):
+        drawn.append(draw(like, count, rank))
         return drawn[-1]
 
     def reading(states):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ..functional.quantization import quantize
-from ..policy.spec import Spec
+from ..policy.formats import Format
+from ..policy.spec import Spec, as_spec
 
 E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -87,8 +88,9 @@ class Block:
     error: float
 
 
-def block(values: list[float], spec: Spec, seed: int = 0) -> Block:
+def block(values: list[float], spec: Spec | Format | str, seed: int = 0) -> Block:
     """Quantize some numbers as one block. Raises ValueError for more than a block holds, or a spec that rotates."""
+    spec = as_spec(spec)
     if not 1 <= len(values) <= spec.fmt.block:
         raise ValueError(f"{len(values)} numbers; accepted: 1 to {spec.fmt.block}, a block of {spec.format}")
     if spec.rht != "none":

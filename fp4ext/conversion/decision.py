@@ -26,6 +26,7 @@ from ..nn.dense import Linear
 from ..nn.experts import Experts
 from ..policy.policy import Policy
 from . import names, uncalled
+from .wrapped import class_of
 
 Filter = Callable[[str, nn.Module], bool]
 ACCEPTED: tuple[dtype, ...] = (float32, bf16, float16)
@@ -114,13 +115,13 @@ def _has_matrices(module: nn.Module) -> bool:
 
 def _unable(module: nn.Module) -> str | None:
     """Why a module by itself can't be quantized, None where it can."""
-    own, kind = dict(module.named_parameters(recurse=False)), type(module).__name__
+    own, kind = dict(module.named_parameters(recurse=False)), class_of(module).__name__
     if any(map(nn.parameter.is_lazy, own.values())):
         return f"{kind} has no shape yet: run a batch through the model first"
     if transformers_experts.is_stacked(module):
         if why := transformers_experts.why_not(module):
             return why
-    elif type(module) not in (nn.Linear, Linear, Experts):
+    elif class_of(module) not in (nn.Linear, Linear, Experts):
         for base, called in ((nn.Linear, "nn.Linear"), (Experts, "fp4ext.Experts")):
             if isinstance(module, base):
                 return f"{kind} is a subclass of {called}, and may compute something else"

@@ -23,6 +23,7 @@ from ..policy.policy import Policy
 from ..policy.stages import check_stage
 from . import names
 from .decision import Filter, decide
+from .wrapped import class_of, set_class
 
 CONVERTED = (Linear, Experts, transformers_experts.Stacked)
 
@@ -161,19 +162,19 @@ def _convert(module: nn.Module, policy: Policy, name: str) -> None:
     if transformers_experts.is_stacked(module):
         transformers_experts.swap(module)
     elif not isinstance(module, Experts):
-        module.__class__ = Linear
+        set_class(module, Linear)
     module.set_policy(policy, name)
 
 
 def _revert(module: nn.Module) -> bool:
-    if type(module) is Experts and module.policy.name != "bf16":
+    if class_of(module) is Experts and module.policy.name != "bf16":
         module.set_policy("bf16")
         return True
     if isinstance(module, transformers_experts.Stacked):
         transformers_experts.restore(module)
         return True
-    if type(module) is not Linear:
+    if class_of(module) is not Linear:
         return False
-    module.__class__ = nn.Linear
+    set_class(module, nn.Linear)
     forget_policy(module)
     return True

@@ -14,6 +14,7 @@ import copy
 import torch
 from torch import nn
 
+from ..errors import Refused
 from ..functional.grouped import grouped_quantize
 from ..functional.qtensor import QTensor
 from ..functional.quantization import quantize
@@ -35,7 +36,7 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     that no config describes. fp4ext.export.save writes a packed model.
 
     Raises:
-        ValueError: an unknown stage, a recipe that rounds weights at random.
+        ValueError: an unknown stage, a recipe that rounds weights at random, weights that are sharded.
     """
     check_stage(stage)
     # deepcopy takes what is in the memo for a copy that it has made already, so master weights are never copied.
@@ -43,9 +44,10 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     for module in model.modules():
         if isinstance(module, (Linear, Experts, Stacked)) and module.recipes[stage].fprop.w is not None:
             recipe = module.recipes[stage]
+            _check_whole(module)
             if recipe.needs_rng:
                 why = f"the recipe of stage {stage} is random ({recipe.fprop.w})"
-                raise ValueError(f"{why}; accepted: one that rounds weights to nearest")
+                raise Refused(f"{why}; accepted: one that rounds weights to nearest")
             memo[id(module)] = _quantized(module, recipe.fprop.x, recipe.fprop.w)
             for hooks in HOOKS:
                 setattr(memo[id(module)], hooks, copy.copy(getattr(module, hooks)))
@@ -53,6 +55,15 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     if memo and hasattr(packed, "save_pretrained"):
         packed.save_pretrained = _no_save_pretrained
     return packed
+
+
+def _check_whole(module: nn.Module) -> None:
+    for name, p in module.named_parameters(recurse=False):
+        if hasattr(p, "device_mesh"):
+            raise Refused(
+                f"{name} of a {type(module).__name__} is sharded over {p.device_mesh}; accepted: a model with whole "
+                "weights (torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True)"
+            )
 
 
 def _no_save_pretrained(*args, **kwargs):
@@ -79,7 +90,7 @@ def refit(packed: nn.Module, model: nn.Module) -> None:
     modules = dict(named_modules(model))
     for name, module in named_modules(packed):
         if name not in modules:
-            raise ValueError(f"the model has no {name!r}; accepted: the model that was packed")
+            raise Refused(f"the model has no {name!r}; accepted: the model that was packed")
         theirs = modules[name]
         if isinstance(module, QUANTIZED):  # the same buffers, made anew
             theirs = _quantized(theirs, module.x, module.w)

@@ -21,9 +21,10 @@ from ..conversion.names import named_modules
 from ..nn.experts import Experts
 from ..nn.transformers_experts import is_stacked, names_of_stacks
 from ..policy import formats, policies, policy_file
+from ..policy.formats import Format
 from ..policy.policy import Policy
 from ..policy.recipe import Fprop, Recipe
-from ..policy.spec import Spec
+from ..policy.spec import Spec, as_spec
 from . import module, naming, origin
 from .errors import Refused
 from .layout import Layout
@@ -56,7 +57,7 @@ class Chosen:
     stacked: set[str] = field(default_factory=set)
 
 
-def choose(src: Source, policy: Policy | Spec | str | None, layout: Layout) -> Chosen:
+def choose(src: Source, policy: Policy | Spec | Format | str | None, layout: Layout) -> Chosen:
     """The choice for a source.
 
     Raises:
@@ -68,7 +69,7 @@ def choose(src: Source, policy: Policy | Spec | str | None, layout: Layout) -> C
     model, by = getattr(src, "model", None), "the modules of the model"
     if model is None and plain:
         model, by = described.by_class(src.config, len(src.names()))
-    made = Chosen(by=by, policy=None if isinstance(policy, Spec) or _is_key(policy) else used)
+    made = Chosen(by=by, policy=None if isinstance(policy, (Spec, Format)) or _is_key(policy) else used)
     made.spec_of = lambda name: used.recipe("rl_sampler", naming.module(name)).fprop.w
     known = {} if model is None else _owners(model, src, plain)
     if not known:
@@ -88,13 +89,13 @@ def choose(src: Source, policy: Policy | Spec | str | None, layout: Layout) -> C
     return made
 
 
-def policy_of(policy: Policy | Spec | str | None, layout: Layout) -> Policy | None:
+def policy_of(policy: Policy | Spec | Format | str | None, layout: Layout) -> Policy | None:
     """What a caller's `policy` means, None where the model's own counts. Raises Refused."""
     if policy is None and layout.formats == (formats.MXFP4,):
         policy = "mxfp4"
-    if _is_key(policy):
+    if isinstance(policy, Format) or _is_key(policy):
         try:
-            policy = Spec.parse(policy)
+            policy = as_spec(policy)
         except ValueError as error:
             known = ", ".join(policies.names())
             raise Refused(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..functional import ops
 from ..functional.quantization import quantize
+from ..policy.formats import Format
 from ..policy.policy import Policy
 from ..policy.spec import Spec
 from . import arrange, layouts, module, naming, recorded
@@ -90,7 +91,7 @@ def save(
     folder: str | Path,
     layout: str | Layout = "compressed-tensors",
     *,
-    policy: Policy | Spec | str | None = None,
+    policy: Policy | Spec | Format | str | None = None,
     filter: Filter | None = None,
     like: str | Path | Checkpoint | None = None,
     input_amax: Mapping[str, float] | None = None,
@@ -107,8 +108,9 @@ def save(
             Checkpoint; or a mapping of names to Tensors and QTensors. What is quantized already is kept as it is.
         folder: a new or empty folder.
         layout: "compressed-tensors", "modelopt", "gpt-oss", "inkling", "inkling2" or "fp4ext".
-        policy: whose sampler's weights are written: a Policy or its name; or a Spec or its key ("mxfp8") for all alike.
-            Default: a converted module's own; else "end_to_end", in a layout that holds MXFP4 alone "mxfp4".
+        policy: whose sampler's weights are written: a Policy or its name; or for all alike a Spec, its key
+            ("nvfp4/sweep") or a Format. Default: a converted module's own; else "end_to_end", in a layout that holds
+            MXFP4 alone "mxfp4".
         filter: called with the name and shape of each matrix that would be quantized; False leaves it plain.
         like: a checkpoint in the same layout, whose scales are kept: weights that did not change keep their bytes.
         input_amax: module name → the largest input that calibration saw, for layouts that store it.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import Refused
 from . import ops
 from .qtensor import QTensor
 
@@ -65,7 +66,7 @@ def gemm(
         raise RuntimeError(f"backend 'cublas' is not available: {line}")
     shape = (*x.shape[:-1], w.shape[0])
     if out is not None and (out.dtype != torch.float32 or out.shape != shape or not out.is_contiguous()):
-        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}; accepted: a contiguous float32 {shape}")
+        raise Refused(f"out is {out.dtype} {tuple(out.shape)}; accepted: a contiguous float32 {shape}")
     recipe, swizzled = _recipe(x)
     (a, scale_a), (b, scale_b) = _matrix(x), _matrix(w)
     y = torch.nn.functional.scaled_mm(
@@ -91,13 +92,13 @@ def takes(x: QTensor | Tensor, w: QTensor | Tensor) -> None:
     """Refuse operands that scaled_mm would not take, whatever the device. Raises ValueError."""
     formats = [t.format.name if isinstance(t, QTensor) else str(t.dtype) for t in (x, w)]
     if formats not in (["nvfp4", "nvfp4"], ["mxfp8", "mxfp8"]):
-        raise ValueError(f"x is {formats[0]} and w {formats[1]}; {TAKES}")
+        raise Refused(f"x is {formats[0]} and w {formats[1]}; {TAKES}")
     k = x.format.padded(x.shape[-1])
     if k % 32 or w.shape[0] % 16:
-        raise ValueError(f"K is {k} in whole blocks and N {w.shape[0]}; {TAKES}")
+        raise Refused(f"K is {k} in whole blocks and N {w.shape[0]}; {TAKES}")
     for name, t in (("x", x), ("w", w)):
         if t.global_scale is not None and t.global_scale.numel() != 1:
-            raise ValueError(f"{name} has global scales {tuple(t.global_scale.shape)}; {TAKES}")
+            raise Refused(f"{name} has global scales {tuple(t.global_scale.shape)}; {TAKES}")
 
 
 def grouped_gemm(
@@ -148,18 +149,18 @@ def grouped_takes(x: QTensor | Tensor, w: QTensor | Tensor, out_dtype: torch.dty
     """Refuse what scaled_grouped_mm would not take, whatever the device. Raises ValueError."""
     formats = [t.format.name if hasattr(t, "format") else str(t.dtype) for t in (x, w)]
     if formats not in (["nvfp4", "nvfp4"], ["mxfp8", "mxfp8"]):
-        raise ValueError(f"x is {formats[0]} and w {formats[1]}; {GROUPED_TAKES}")
+        raise Refused(f"x is {formats[0]} and w {formats[1]}; {GROUPED_TAKES}")
     if len(w.shape) != 3:
-        raise ValueError(f"w has shape {tuple(w.shape)}; {GROUPED_TAKES}")
+        raise Refused(f"w has shape {tuple(w.shape)}; {GROUPED_TAKES}")
     experts, n, k = w.shape
     if out_dtype != torch.bfloat16:
-        raise ValueError(f"out_dtype is {out_dtype}; {GROUPED_TAKES}")
+        raise Refused(f"out_dtype is {out_dtype}; {GROUPED_TAKES}")
     if experts > MOST_EXPERTS:
-        raise ValueError(f"w has {experts} experts; {GROUPED_TAKES}")
+        raise Refused(f"w has {experts} experts; {GROUPED_TAKES}")
     if x.format.padded(k) % 32 or n % 16:
-        raise ValueError(f"K is {x.format.padded(k)} in whole blocks and N {n}; {GROUPED_TAKES}")
+        raise Refused(f"K is {x.format.padded(k)} in whole blocks and N {n}; {GROUPED_TAKES}")
     if w.global_scale is not None and w.global_scale.numel() not in (1, experts):
-        raise ValueError(f"w has global scales {tuple(w.global_scale.shape)}; {GROUPED_TAKES}")
+        raise Refused(f"w has global scales {tuple(w.global_scale.shape)}; {GROUPED_TAKES}")
 
 
 def _global_scales(x: QTensor, ends: Tensor, of_row: Tensor) -> tuple[Tensor, Tensor | None]:

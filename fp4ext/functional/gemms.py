@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import Refused
 from . import cublas, ops
 from .fakes import ACCUMULATE
 from .qtensor import QTensor
@@ -59,9 +60,9 @@ def gemm(
         bias = bias.detach()
     check_device("w", w, x)
     if len(w.shape) != 2:
-        raise ValueError(f"w has shape {tuple(w.shape)}; accepted: [N, K]")
+        raise Refused(f"w has shape {tuple(w.shape)}; accepted: [N, K]")
     if len(x.shape) < 1 or x.shape[-1] != w.shape[-1]:
-        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in K, their last axis")
+        raise Refused(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in K, their last axis")
     if out is not None:
         check_device("out", out, x)
         ops.check_plain("out", out)
@@ -77,15 +78,15 @@ def gemm(
 def check_choices(out_dtype: torch.dtype, accumulate: str, backend: str, device: torch.device) -> None:
     """Raises ValueError or TypeError for a choice that no GEMM has."""
     if accumulate not in ACCUMULATE:
-        raise ValueError(f"unknown accumulate {accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
+        raise Refused(f"unknown accumulate {accumulate!r}; accepted: {', '.join(ACCUMULATE)}")
     accepted = BACKENDS.get(device.type, ("auto",))
     if backend not in accepted:
-        raise ValueError(
+        raise Refused(
             f"unknown backend {backend!r} on {device.type}; accepted: {', '.join(accepted)} "
             "(fp4ext.backends() says why not others)"
         )
     if backend in VARIANT and accumulate == "invariant":
-        raise ValueError(f"backend {backend!r} is not row-invariant; accepted with it: accumulate='fast'")
+        raise Refused(f"backend {backend!r} is not row-invariant; accepted with it: accumulate='fast'")
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"out_dtype is {out_dtype}; accepted: torch.bfloat16, torch.float32")
 

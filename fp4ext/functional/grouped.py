@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import Refused
 from ..policy.formats import Format
-from ..policy.spec import Spec
+from ..policy.spec import Spec, as_spec
 from . import cublas, ops
 from .gemms import check_choices, operand
 from .qtensor import QTensor
@@ -85,7 +86,7 @@ class Ragged:
 
 def grouped_quantize(
     x: Tensor | QTensor,
-    spec: Spec | str,
+    spec: Spec | Format | str,
     offsets: Tensor | None = None,
     *,
     axis: int = -1,
@@ -96,7 +97,8 @@ def grouped_quantize(
 
     Args:
         x: [T, K], rows sorted by expert; or [E, N, K] without offsets. A QTensor is dequantized and quantized anew.
-        spec: a Spec or its key. Its outer scale is each expert's own: outer="tensor" (or "expert") is one an expert.
+        spec: a Spec, its key or a Format. Each expert has outer scales of its own: outer="tensor" (or "expert") is one
+            per expert.
         offsets: int32 [E], the ends of the experts' rows; ends that are equal are an expert without rows. Rows past the
             last one are not read, be they NaN: their codes and scales are zero.
         axis: -1; or -2 for x.mT.
@@ -114,7 +116,7 @@ def grouped_quantize(
     """
     if not isinstance(x, QTensor):
         check_input("x", x)
-    spec = Spec.parse(spec) if isinstance(spec, str) else spec
+    spec = as_spec(spec)
     check_place(axis, role)
     if offsets is not None:
         check_offsets(offsets, x)
@@ -160,11 +162,11 @@ def grouped_gemm(
     operands = *_grouped_operand("x", x), *_grouped_operand("w", w)
     check_choices(out_dtype, accumulate, backend, x.device)
     if backend == "fast":
-        raise ValueError("backend 'fast' takes dense products; accepted for experts: auto, emulated, native, cublas")
+        raise Refused("backend 'fast' takes dense products; accepted for experts: auto, emulated, native, cublas")
     check_device("w", w, x)
     check_offsets(offsets, x)
     if len(x.shape) != 2 or len(w.shape) not in (2, 3):
-        raise ValueError(
+        raise Refused(
             f"x has shape {tuple(x.shape)} and w {tuple(w.shape)}; accepted: [T, K] and [E, N, K], or [M, T] and [N, T]"
         )
     wanted, form = (QTensor, "[E, N, K]") if len(w.shape) == 3 else (Ragged, "[N, T]")
@@ -172,9 +174,9 @@ def grouped_gemm(
         if not isinstance(t, (Tensor, wanted)):
             raise TypeError(f"{name} is {type(t).__name__} beside w {form}; accepted: {wanted.__name__}, torch.Tensor")
     if len(w.shape) == 3 and w.shape[0] != offsets.shape[0]:
-        raise ValueError(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
+        raise Refused(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
     if x.shape[-1] != w.shape[-1]:
-        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in their last axis, the contraction")
+        raise Refused(f"x {tuple(x.shape)} and w {tuple(w.shape)} differ in their last axis, the contraction")
     if backend == "cublas":
         return cublas.grouped_gemm(x, w, offsets, out_dtype)
     return ops.grouped_gemm(*operands, offsets, ops.dtype_name(out_dtype), accumulate, backend)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
+from ..errors import Refused
 from ..policy import formats
 from .fakes import DTYPES
 
@@ -276,14 +277,15 @@ def unswizzle(swizzled: Tensor, rows: int, columns: int) -> Tensor:
 #   dependency, which keeps program order through every pass and makes no two calls equal.
 
 
-def draw_states(like: Tensor, streams: int) -> Tensor:
+def draw_states(like: Tensor, streams: int, rank: int | None = None) -> Tensor:
     """RNG states {seed, offset}, int64 [streams, 2], drawn now from torch's generator for the device of `like`.
 
     Trainers give all ranks one seed. Then the rounding of what the ranks share, such as the weights in dgrad and the
-    signs of an RHT, would be common to all and the mean over ranks would keep its noise. So the rank is folded in.
+    signs of an RHT, would be common to all and the mean over ranks would keep its noise. So the rank is folded in:
+    this process's own, or `rank`, where several draw alike.
     """
     states = torch.randint(2**63 - 1, (streams, 2), dtype=torch.int64, device=like.device)
-    rank = _own_rank()
+    rank = _own_rank() if rank is None else rank
     return states ^ (rank * 0x9E3779B97F4A7C15 & 2**63 - 1) if rank else states  # an odd constant: all ranks differ
 
 
@@ -297,7 +299,7 @@ def set_draw_rank(rank: int | None) -> None:
     """
     global _draw_rank
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
-        raise ValueError(f"rank is {rank!r}; accepted: a whole number from 0, or None")
+        raise Refused(f"rank is {rank!r}; accepted: a whole number from 0, or None")
     _draw_rank = rank
 
 

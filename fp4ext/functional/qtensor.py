@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..errors import Refused
 from ..policy import formats
 from ..policy.formats import Format
 from . import ops
@@ -105,16 +106,16 @@ class QTensor:
             raise KeyError(f"{name}.global_scale is missing; a {fmt} tensor has one")
         dtype = metadata[f"{name}.dtype"]
         if dtype not in ops.DTYPES:
-            raise ValueError(f"{name}.dtype is {dtype!r}; accepted: {', '.join(ops.DTYPES)}")
+            raise Refused(f"{name}.dtype is {dtype!r}; accepted: {', '.join(ops.DTYPES)}")
         lengths = metadata[f"{name}.shape"].split(",")
         if not all(n.isdecimal() for n in lengths):
-            raise ValueError(f"{name}.shape is {','.join(lengths)!r}; accepted: lengths such as '64,128'")
+            raise Refused(f"{name}.shape is {','.join(lengths)!r}; accepted: lengths such as '64,128'")
         shape = torch.Size(int(n) for n in lengths)
         made = {key: tensors.get(f"{name}.{key}") for key in ("codes", "scales", "global_scale")}
         try:
             return cls(**made, format=fmt, shape=shape, dtype=ops.DTYPES[dtype])
         except ValueError as error:
-            raise ValueError(f"{name}.{error}") from None
+            raise Refused(f"{name}.{error}") from None
 
     def __repr__(self) -> str:
         size = f"shape={tuple(self.shape)}, {self.bits_per_element:.2f} bits an element"
@@ -126,7 +127,7 @@ def _check(q: QTensor) -> None:
     if not isinstance(q.format, Format):
         raise TypeError(f"format is {q.format!r}; accepted: a Format, see formats.get")
     if q.dtype not in ops.DTYPES.values():
-        raise ValueError(f"dtype is {q.dtype}; accepted: {', '.join(map(str, ops.DTYPES.values()))}")
+        raise Refused(f"dtype is {q.dtype}; accepted: {', '.join(map(str, ops.DTYPES.values()))}")
     *rows, k = q.shape or (0,)
     k = q.format.padded(k)
     codes, scales = (*rows, k // q.format.codes_per_byte), (*rows, k // q.format.block)
@@ -136,7 +137,7 @@ def _check(q: QTensor) -> None:
         whole = [(), (*rows, 1), (*rows[:1], 1, 1)]
         _check_part("global_scale", q.global_scale, torch.float32, whole if len(rows) > 1 else whole[:2], rows)
     elif q.global_scale is not None:
-        raise ValueError(f"global_scale is {_of(q.global_scale)}; accepted: none, for {q.format}")
+        raise Refused(f"global_scale is {_of(q.global_scale)}; accepted: none, for {q.format}")
 
 
 def _check_part(name: str, part, dtype: torch.dtype, shapes: list[tuple[int, ...]], rows: list[int] | None = None):
@@ -153,7 +154,7 @@ def _check_part(name: str, part, dtype: torch.dtype, shapes: list[tuple[int, ...
             n in (1, most) for n, most in zip(part.shape[::-1], wanted[::-1], strict=False)
         )
     if not fits:
-        raise ValueError(f"{name} is {_of(part)}; accepted: {accepted}")
+        raise Refused(f"{name} is {_of(part)}; accepted: {accepted}")
 
 
 def _of(part) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import Refused
 from ..policy.formats import Format
-from ..policy.spec import Spec
+from ..policy.spec import Spec, as_spec
 from . import ops
 from .qtensor import QTensor
 
@@ -30,7 +31,8 @@ def quantize(
     Args:
         x: fp32, bf16 or fp16, any number of dimensions, any strides. Or a QTensor: its dequantized values (in fp32) are
             quantized anew, along either axis, without a whole copy of them in memory.
-        format: "nvfp4", "mxfp8", "mxfp8_e5m2", "mxfp4", or a whole Spec, which then says everything up to `rht`.
+        format: "nvfp4", "mxfp8", "mxfp8_e5m2", "mxfp4", a Format; or a whole Spec or its key, such as
+            "nvfp4/sweep", which then says everything up to `rht`.
         scale, rounding, block, outer, rht: see Spec.
         axis: -1; or -2 for x.mT, whose contraction is x's second last axis: the copy that a backward GEMM wants.
         rng: where random bits come from: an int seed, or an int64 tensor {seed, offset} or {seed, offset, row, k}
@@ -55,13 +57,13 @@ def quantize(
     """
     if not isinstance(x, QTensor):
         check_input("x", x)
-    if isinstance(format, Spec):
-        spec = format
+    if isinstance(format, Spec) or (isinstance(format, str) and "/" in format):
+        spec = as_spec(format)
         also = {"scale": scale, "block": block, "outer": outer, "rht": rht}
         also["rounding"] = None if rounding == "nearest" else rounding
         given = [f"{name}={value!r}" for name, value in also.items() if value is not None]
         if given:
-            raise ValueError(f"{', '.join(given)} beside the whole spec {spec}; accepted: spec.with_(…), or no spec")
+            raise Refused(f"{', '.join(given)} beside the whole spec {spec}; accepted: spec.with_(…), or no spec")
     else:
         spec = Spec(format, scale, rounding, block, outer, rht)
     check_place(axis, role)
@@ -70,7 +72,7 @@ def quantize(
         ops.check_plain("amax", amax)
     if isinstance(x, QTensor):
         if amax is not None:
-            raise ValueError("amax is given beside a QTensor; accepted: None, it is measured")
+            raise Refused("amax is given beside a QTensor; accepted: None, it is measured")
         state = rng_state(rng, x.codes, spec)
         out = ops.requantize(*x.stored(), spec.key, axis, state, ops.ROLES[role])
     else:
@@ -98,22 +100,22 @@ def rng_state(rng: Tensor | int | None, x: Tensor, spec: Spec) -> Tensor | None:
         check_device("rng", rng, x)
         return rng
     if not -(2**63) <= rng < 2**63:
-        raise ValueError(f"rng is {rng}; accepted: a seed of 64 bits, from -2^63 to 2^63 - 1")
+        raise Refused(f"rng is {rng}; accepted: a seed of 64 bits, from -2^63 to 2^63 - 1")
     return torch.tensor([rng, 0], dtype=torch.int64, device=x.device)
 
 
 def check_device(name: str, t: Tensor, x: Tensor) -> None:
     """Raises ValueError unless t is on the device of x."""
     if t.device != x.device:
-        raise ValueError(f"{name} is on {t.device}; accepted: {x.device}, where x is")
+        raise Refused(f"{name} is on {t.device}; accepted: {x.device}, where x is")
 
 
 def check_place(axis: int, role: str) -> None:
     """Raises ValueError for an axis or a role that there is not."""
     if role not in ops.ROLES:
-        raise ValueError(f"unknown role {role!r}; accepted: {', '.join(ops.ROLES)}")
+        raise Refused(f"unknown role {role!r}; accepted: {', '.join(ops.ROLES)}")
     if axis not in (-1, -2):
-        raise ValueError(f"axis is {axis}; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)")
+        raise Refused(f"axis is {axis}; accepted: -1 (along the last axis), -2 (the transpose, along its last axis)")
 
 
 def check_input(name: str, x: Tensor) -> None:

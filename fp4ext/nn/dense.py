@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..errors import Refused
 from ..functional.autograd import first_derivative
 from ..functional.quantization import check_input
 from ..policy import policies
@@ -27,6 +28,7 @@ from ..policy.policy import Policy
 from ..policy.recipe import Recipe
 from ..policy.stages import stage_of
 from . import layer_ops
+from .gathered import GatheredWeight
 
 
 class Linear(nn.Linear):
@@ -76,8 +78,28 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
         ValueError: shapes or devices that don't fit, a recipe that has no backward.
         NotImplementedError: a second or a forward-mode derivative, a transform of torch.func.
     """
+    if isinstance(w, GatheredWeight):
+        w.check(recipe.fprop.w)
     if not recipe.quantizes:
         return _plain(x, w, bias)
+    if any(hasattr(t, "device_mesh") for t in (x, w, bias)):  # a DTensor; importing its class takes most of a second
+        return _sharded(x, w, bias, recipe)
+    return _whole(x, w, bias, recipe)
+
+
+def _sharded(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """linear on DTensors: each rank's product of its shards."""
+    from . import sharded
+
+    if recipe.mean_split:
+        raise Refused("a recipe with mean_split is for whole tensors; accepted for DTensors: mean_split=False")
+    local_x, local_w, local_bias, place, groups, placements = sharded.operands(x, w, bias)
+    y = _whole(local_x, local_w, local_bias, recipe, place, groups)
+    return sharded.whole(y, x, w, placements)
+
+
+def _whole(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, place=(), groups: str = "") -> Tensor:
+    """linear on plain tensors, which may be shards of larger ones."""
     _check(x, w, bias)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias))
     if recorded:
@@ -87,10 +109,11 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     if recipe.mean_split and rows.shape[0]:
         rows, bias = _split_mean(rows, w, bias)
     if recorded:
-        y = RecordedLinear.apply(rows, w, bias, None, recipe)
+        y = RecordedLinear.apply(rows, w, bias, None, recipe, place, groups)
     else:
-        y = layer_ops.forward(rows, w, bias, None, recipe, False, False)[0]
-    return y.view(*x.shape[:-1], w.shape[0])
+        y = layer_ops.forward(rows, w, bias, None, recipe, False, False, place, groups)[0]
+    # Not a view: FSDP2 hangs its hooks on a module's result, and an in-place operation on a view would lose them.
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0])) if x.dim() != 2 else y
 
 
 def _plain(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,23 +136,24 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         if t is not None:
             check_input(name, t)
             if t.device != w.device:
-                raise ValueError(f"{name} is on {t.device}; accepted: {w.device}, where the weight is")
+                raise Refused(f"{name} is on {t.device}; accepted: {w.device}, where the weight is")
     if w.dim() != 2:
-        raise ValueError(f"weight has shape {tuple(w.shape)}; accepted: [N, K]")
+        raise Refused(f"weight has shape {tuple(w.shape)}; accepted: [N, K]")
     if x.dim() < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"x has shape {tuple(x.shape)}; accepted: [.., {w.shape[1]}]")
+        raise Refused(f"x has shape {tuple(x.shape)}; accepted: [.., {w.shape[1]}]")
     if bias is not None and bias.shape != w.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({w.shape[0]},)")
+        raise Refused(f"bias has shape {tuple(bias.shape)}; accepted: ({w.shape[0]},)")
 
 
 class RecordedLinear(torch.autograd.Function):
     """A recorded layer; dense, or grouped where there are offsets. experts.py has its other caller."""
 
     @staticmethod
-    def forward(ctx, x, w, bias, offsets, recipe: Recipe):
+    def forward(ctx, x, w, bias, offsets, recipe: Recipe, place=(), groups: str = ""):
         keep_w, keep_x = ctx.needs_input_grad[:2]  # dx reads w, and dw reads x
-        y, states, *kept = layer_ops.forward(x, w, bias, offsets, recipe, keep_x, keep_w)
+        y, states, *kept = layer_ops.forward(x, w, bias, offsets, recipe, keep_x, keep_w, place, groups)
         ctx.recipe, ctx.k, ctx.bias_dtype = recipe, x.shape[1], None if bias is None else bias.dtype
+        ctx.shards, ctx.gathered = (place, groups), isinstance(w, GatheredWeight)
         ctx.dtypes, ctx.counts = (x.dtype, w.dtype), []
         saved = [] if offsets is None else [offsets]
         parts = zip((x, w), (keep_x, keep_w), layer_ops.keeps_plain(recipe), (kept[:3], kept[3:]), strict=True)
@@ -149,6 +173,10 @@ class RecordedLinear(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         kept = saved[:of_x], saved[of_x:]
         dy = dy.contiguous()
-        dx, dw = layer_ops.backward(dy, states, *kept, offsets, ctx.recipe, ctx.k, ctx.dtypes, need_dx, need_dw)
+        if ctx.gathered and need_dx:
+            kept = kept[0], layer_ops.copy_for_dgrad(kept[1], ctx.recipe, dy.shape[1], ctx.k)
+        dx, dw = layer_ops.backward(
+            dy, states, *kept, offsets, ctx.recipe, ctx.k, ctx.dtypes, need_dx, need_dw, *ctx.shards
+        )
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_db else None
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None, None

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..errors import Refused
 from ..functional.grouped import check_offsets
 from ..functional.quantization import check_input
 from ..policy.recipe import Recipe
@@ -45,7 +46,7 @@ class Experts(nn.Module):
         super().__init__()
         for what, size in {"experts": experts, "features": features, "hidden": hidden}.items():
             if size < 1:
-                raise ValueError(f"{what} is {size}; accepted: a whole number from 1")
+                raise Refused(f"{what} is {size}; accepted: a whole number from 1")
         empty = lambda *shape: nn.Parameter(torch.empty(experts, *shape, device=device, dtype=dtype))  # noqa: E731
         self.gate_up_proj, self.down_proj = empty(2 * hidden, features), empty(features, hidden)
         self.set_policy(policy, name)
@@ -91,14 +92,23 @@ def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> Ten
         ValueError: shapes or devices that don't fit, a recipe that has no backward, or one that splits the mean.
         NotImplementedError: a second or a forward-mode derivative, a transform of torch.func.
     """
+    if hasattr(w, "device_mesh"):
+        w = _own_experts(w)
     _check(x, w, offsets, recipe)
     recorded = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if recorded:
         recipe.check_backward()
     x = layer_ops.by_autocast(x)
     if recorded:
-        return RecordedLinear.apply(x, w, None, offsets, recipe)
+        return RecordedLinear.apply(x, w, None, offsets, recipe, (), "")
     return layer_ops.forward(x, w, None, offsets, recipe, False, False)[0]
+
+
+def _own_experts(w: Tensor) -> Tensor:
+    """This rank's experts of a DTensor that is cut between experts (fp4ext.distributed.ExpertParallel)."""
+    if not all(p.is_shard(0) or p.is_replicate() for p in w.placements):
+        raise Refused(f"the weight is placed as {w.placements}; accepted for experts: Shard(0), Replicate()")
+    return w.to_local()
 
 
 def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> None:
@@ -106,10 +116,10 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> None:
     check_input("w", w)
     check_offsets(offsets, x)
     if x.device != w.device:
-        raise ValueError(f"x is on {x.device}; accepted: {w.device}, where the weight is")
+        raise Refused(f"x is on {x.device}; accepted: {w.device}, where the weight is")
     if w.dim() != 3 or x.dim() != 2 or x.shape[1] != w.shape[2]:
-        raise ValueError(f"x has shape {tuple(x.shape)} and w {tuple(w.shape)}; accepted: [T, K] and [E, N, K]")
+        raise Refused(f"x has shape {tuple(x.shape)} and w {tuple(w.shape)}; accepted: [T, K] and [E, N, K]")
     if offsets.shape[0] != w.shape[0]:
-        raise ValueError(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
+        raise Refused(f"w has {w.shape[0]} experts and offsets {offsets.shape[0]}; accepted: one end an expert")
     if recipe.mean_split:
-        raise ValueError("a recipe with mean_split is for linear layers; accepted for experts: mean_split=False")
+        raise Refused("a recipe with mean_split is for linear layers; accepted for experts: mean_split=False")

@@ -14,6 +14,7 @@ three are empty where the backward reads the plain tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +26,28 @@ from ..functional.gemms import gemm
 from ..functional.grouped import Ragged, grouped_gemm, grouped_quantize
 from ..functional.qtensor import QTensor
 from ..functional.quantization import quantize, wrap
+from ..functional.transpose import transposed
 from ..policy.recipe import Recipe
 from ..policy.spec import Spec
+from .gathered import GatheredWeight
+from .shards import Shards
 
 Operand = QTensor | Ragged | Tensor
+Cut = Tensor | Shards | None  # what divides an operand: offsets between experts, or ranks that have shards of it
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 STATES = 1  # the place of the RNG states among the outputs of a forward
 
 
 def forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor | None, recipe: Recipe, keep_x: bool, keep_w: bool
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    recipe: Recipe,
+    keep_x: bool,
+    keep_w: bool,
+    place: Sequence[int] = (),
+    groups: str = "",
 ) -> Forward:
     """Run the forward of a layer.
 
@@ -42,16 +55,17 @@ def forward(
         x: [T, K]. w: [N, K], or with offsets [E, N, K]. bias: [N] or None; None with offsets.
         offsets: int32 [E], the ends of the experts' rows; None: a dense layer.
         keep_x, keep_w: whether wgrad and dgrad will be wanted.
+        place, groups: those of the Shards that x, w and dy are; empty: whole matrices. Dense layers only.
 
     Returns:
         y [T, N]; RNG states int64 [3, 2] of fprop, dgrad and wgrad (empty where nothing is random); codes, block scales
         and outer scale of what the backward keeps of x, then of w.
     """
-    if _nobody_watches(x, w):
-        states = ops.draw_states(x, 3) if recipe.needs_rng else _no_states(x)
-        return _layer(x, w, bias, offsets, recipe, keep_x, keep_w, states)
+    if isinstance(w, GatheredWeight) or _nobody_watches(x, w):
+        states = _draw(x, place, groups) if recipe.needs_rng else _no_states(x)
+        return _layer(x, w, bias, offsets, recipe, keep_x, keep_w, place, groups, states)
     op = torch.ops.fp4ext.layer_random if recipe.needs_rng else torch.ops.fp4ext.layer
-    return op(x, w, bias, offsets, recipe.key, keep_x, keep_w)
+    return op(x, w, bias, offsets, recipe.key, keep_x, keep_w, place, groups)
 
 
 def backward(
@@ -65,6 +79,8 @@ def backward(
     dtypes: tuple[torch.dtype, torch.dtype],
     need_dx: bool,
     need_dw: bool,
+    place: Sequence[int] = (),
+    groups: str = "",
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx [T, K] and dw, of the shape of w, in `dtypes`; None for what is not needed.
 
@@ -72,9 +88,9 @@ def backward(
     """
     arguments = dy, states, x, w, offsets
     if _nobody_watches(dy, states):
-        dx, dw = _backward(*arguments, recipe, k, *dtypes, need_dx, need_dw)
+        dx, dw = _backward(*arguments, recipe, k, *dtypes, need_dx, need_dw, place, groups)
     else:
-        dx, dw = torch.ops.fp4ext.layer_backward(*arguments, recipe.key, k, *dtypes, need_dx, need_dw)
+        dx, dw = torch.ops.fp4ext.layer_backward(*arguments, recipe.key, k, *dtypes, need_dx, need_dw, place, groups)
     return dx if need_dx else None, dw if need_dw else None
 
 
@@ -107,11 +123,19 @@ def _kept(recipe: Recipe, role: str) -> tuple[Spec | None, int]:
     return (row, -1) if col is None or later.from_fprop else (col, -2)
 
 
-def _layer(x, w, bias, offsets, recipe: Recipe, keep_x: bool, keep_w: bool, states: Tensor) -> Forward:
+def _layer(
+    x, w, bias, offsets, recipe: Recipe, keep_x: bool, keep_w: bool, place: Sequence[int], groups: str, states: Tensor
+) -> Forward:
     fprop, dgrad, wgrad = _streams(states)
-    xq, x_kept = _forward_operand(x, recipe.fprop.x, _kept(recipe, "x"), keep_x, "x", offsets, fprop, wgrad)
-    wq, w_kept = _forward_operand(w, recipe.fprop.w, _kept(recipe, "w"), keep_w, "w", offsets, fprop, dgrad)
+    cut = Shards(place, groups) if groups else offsets
+    xq, x_kept = _forward_operand(x, recipe.fprop.x, _kept(recipe, "x"), keep_x, "x", cut, fprop, wgrad)
+    wq, w_kept = _forward_operand(w, recipe.fprop.w, _kept(recipe, "w"), keep_w, "w", cut, fprop, dgrad)
     return product(xq, wq, bias, offsets, x.dtype), states, *_parts(x_kept, x), *_parts(w_kept, w)
+
+
+def _draw(x: Tensor, place: Sequence[int], groups: str) -> Tensor:
+    """The RNG states of a layer; those of the shards of one layer are one rank's."""
+    return ops.draw_states(x, 3, Shards(place, groups).draw_rank() if groups else None)
 
 
 def _no_states(x: Tensor) -> Tensor:
@@ -120,9 +144,17 @@ def _no_states(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("fp4ext::layer", mutates_args=())
 def _layer_op(
-    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor | None, recipe: str, keep_x: bool, keep_w: bool
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    recipe: str,
+    keep_x: bool,
+    keep_w: bool,
+    place: Sequence[int],
+    groups: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, _no_states(x))
+    return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, place, groups, _no_states(x))
 
 
 @ops.random_op("layer_random", states=STATES)
@@ -134,12 +166,14 @@ def _layer_random_op(
     recipe: str,
     keep_x: bool,
     keep_w: bool,
+    place: Sequence[int],
+    groups: str,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, ops.draw_states(x, 3))
+    return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, place, groups, _draw(x, place, groups))
 
 
-def _fake_layer(x, w, bias, offsets, recipe, keep_x, keep_w, after=None) -> Forward:
+def _fake_layer(x, w, bias, offsets, recipe, keep_x, keep_w, place=(), groups="", after=None) -> Forward:
     recipe, parts = Recipe.parse(recipe), []
     for t, role, keep in ((x, "x", keep_x), (w, "w", keep_w)):
         spec, axis = _kept(recipe, role)
@@ -170,32 +204,49 @@ def _layer_backward_op(
     w_dtype: torch.dtype,
     need_dx: bool,
     need_dw: bool,
+    place: Sequence[int],
+    groups: str,
 ) -> tuple[Tensor, Tensor]:
-    return _backward(dy, states, x, w, offsets, Recipe.parse(recipe), k, x_dtype, w_dtype, need_dx, need_dw)
+    return _backward(
+        dy, states, x, w, offsets, Recipe.parse(recipe), k, x_dtype, w_dtype, need_dx, need_dw, place, groups
+    )
 
 
 def _backward(
-    dy, states, x, w, offsets, r: Recipe, k: int, x_dtype, w_dtype, need_dx: bool, need_dw: bool
+    dy,
+    states,
+    x,
+    w,
+    offsets,
+    r: Recipe,
+    k: int,
+    x_dtype,
+    w_dtype,
+    need_dx: bool,
+    need_dw: bool,
+    place: Sequence[int],
+    groups: str,
 ) -> tuple[Tensor, Tensor]:
     _, rng_dgrad, rng_wgrad = _streams(states)
     (tokens, n), experts = dy.shape, [] if offsets is None else [offsets.shape[0]]
+    cut = Shards(place, groups) if groups else offsets
     dx, dw = dy.new_empty(0, dtype=x_dtype), dy.new_empty(0, dtype=w_dtype)
     dy_row, dy_col = _both_ways(
-        dy, r.dgrad.dy if need_dx else None, r.wgrad.dy if need_dw else None, "dy", offsets, rng_dgrad, rng_wgrad
+        dy, r.dgrad.dy if need_dx else None, r.wgrad.dy if need_dw else None, "dy", cut, rng_dgrad, rng_wgrad
     )
     if need_dx:
         kept = _rebuilt(w, _kept(r, "w"), [*experts, n, k], None, x_dtype)
-        wt = _backward_operand(kept, r.dgrad.w, r.dgrad.from_fprop, "w", offsets, rng_dgrad, x_dtype)
+        wt = _backward_operand(kept, r.dgrad.w, r.dgrad.from_fprop, "w", cut, rng_dgrad, x_dtype)
         dx = _gradient(dy_row, wt, kept, offsets, x_dtype)
     if need_dw:
         kept = _rebuilt(x, _kept(r, "x"), [tokens, k], offsets, x_dtype)
-        xt = _backward_operand(kept, r.wgrad.x, r.wgrad.from_fprop, "x", offsets, rng_wgrad, x_dtype)
+        xt = _backward_operand(kept, r.wgrad.x, r.wgrad.from_fprop, "x", cut, rng_wgrad, x_dtype)
         dw = _gradient(dy_col, xt, kept, offsets, torch.float32).to(w_dtype)
     return dx, dw
 
 
 @_layer_backward_op.register_fake
-def _(dy, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw):
+def _(dy, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw, place=(), groups=""):
     w_shape = ([] if offsets is None else [offsets.shape[0]]) + [dy.shape[1], k]
     dx = dy.new_empty((dy.shape[0], k) if need_dx else (0,), dtype=x_dtype)
     return dx, dy.new_empty(w_shape if need_dw else (0,), dtype=w_dtype)
@@ -207,7 +258,7 @@ def _(x_shape, w_shape, *_, **__) -> int:
 
 
 @register_flop_formula(torch.ops.fp4ext.layer_backward)
-def _(dy_shape, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw, **_) -> int:
+def _(dy_shape, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw, *_, **__) -> int:
     return 2 * math.prod(dy_shape) * k * (need_dx + need_dw)
 
 
@@ -216,43 +267,47 @@ def _streams(states: Tensor) -> tuple[Tensor | None, ...]:
     return states.unbind() if states.shape[0] else (None, None, None)
 
 
-def operand(t: Operand, spec: Spec | None, role: str, axis: int, offsets: Tensor | None, rng: Tensor | None) -> Operand:
+def operand(t: Operand, spec: Spec | None, role: str, axis: int, cut: Cut, rng: Tensor | None) -> Operand:
     """t, or its transpose, quantized where there is a spec. Stacks of weights are not cut by offsets."""
     if spec is None:
         return t if axis == -1 else t.mT
-    if offsets is None:
+    if cut is None:
         return quantize(t, spec, axis=axis, rng=rng, role=role)
-    return grouped_quantize(t, spec, None if role == "w" else offsets, axis=axis, rng=rng, role=role)
+    if isinstance(cut, Shards):
+        return cut.of(role).quantize(t, spec, axis, rng, role)
+    return grouped_quantize(t, spec, None if role == "w" else cut, axis=axis, rng=rng, role=role)
 
 
 def _both_ways(
-    t: Tensor, row: Spec | None, col: Spec | None, role: str, offsets: Tensor | None, rng_row, rng_col
+    t: Tensor, row: Spec | None, col: Spec | None, role: str, cut: Cut, rng_row, rng_col
 ) -> tuple[Operand, Operand]:
     """t and its transpose, each quantized where it has a spec; in one op where both have and the layer is dense."""
-    if row and col and offsets is None:
+    if row and col and cut is None:
         out = ops.quantize_rowcol(t, row.key, col.key, rng_row, rng_col, ops.ROLES[role])
         return wrap(t, row, -1, *out[:3]), wrap(t, col, -2, *out[3:])
-    return operand(t, row, role, -1, offsets, rng_row), operand(t, col, role, -2, offsets, rng_col)
+    return operand(t, row, role, -1, cut, rng_row), operand(t, col, role, -2, cut, rng_col)
 
 
 def _forward_operand(
-    t: Tensor, row: Spec | None, kept: tuple[Spec | None, int], keep: bool, role: str, offsets, rng_row, rng_col
+    t: Tensor, row: Spec | None, kept: tuple[Spec | None, int], keep: bool, role: str, cut: Cut, rng_row, rng_col
 ) -> tuple[Operand, Operand | None]:
     """(what fprop multiplies, what the backward keeps) of x or w."""
     spec, axis = kept
+    if isinstance(t, GatheredWeight):
+        return t.q, t.q if keep else None
     if keep and axis == -2:
-        return _both_ways(t, row, spec, role, offsets, rng_row, rng_col)
-    q = operand(t, row, role, -1, offsets, rng_row)
+        return _both_ways(t, row, spec, role, cut, rng_row, rng_col)
+    q = operand(t, row, role, -1, cut, rng_row)
     return q, q if keep else None
 
 
 def _backward_operand(
-    kept: Operand, spec: Spec | None, from_fprop: bool, role: str, offsets, rng, dtype: torch.dtype
+    kept: Operand, spec: Spec | None, from_fprop: bool, role: str, cut: Cut, rng, dtype: torch.dtype
 ) -> Operand:
     """The transposed operand of a backward GEMM from what the forward kept; plain ones in `dtype`."""
     if spec is None:
         return (kept if isinstance(kept, Tensor) else kept.dequantize(dtype)).mT
-    return operand(kept, spec, role, -2, offsets, rng) if from_fprop else kept
+    return operand(kept, spec, role, -2, cut, rng) if from_fprop else kept
 
 
 def product(
@@ -275,6 +330,15 @@ def _gradient(a: Operand, b: Operand, kept: Operand, offsets: Tensor | None, dty
     BF16 backward of a 4-bit forward; on a CPU fp4ext's own product, for torch's is slow without BF16 instructions."""
     own = not isinstance(kept, Tensor) and a.device.type == "cpu"
     return product(a, b, None, offsets, dtype, own)
+
+
+def copy_for_dgrad(parts: list[Tensor], recipe: Recipe, n: int, k: int) -> list[Tensor]:
+    """What dgrad reads of a gathered weight [n, k], of which the forward keeps the row-wise codes whatever the recipe:
+    those, or where it wants a column-wise copy of 16×16 tiles their transpose."""
+    if _kept(recipe, "w")[1] == -1:
+        return parts
+    row = _rebuilt(parts, (recipe.fprop.w, -1), [n, k], None, torch.float32)
+    return list(_parts(transposed(row), row.codes))
 
 
 def _parts(kept: Operand | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

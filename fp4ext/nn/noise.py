@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..errors import Refused
 from .dense import Linear
 from .experts import Experts
 from .packed_layers import QuantizedStacked
@@ -44,7 +45,7 @@ def gradient_noise(model: nn.Module, loss: Callable[[], Tensor], warn: bool = Tr
     """
     layers = {name: w for name, w in weights(model).items() if w.requires_grad}
     if not layers:
-        raise ValueError("the model has no converted layer whose weight needs a gradient; accepted: a converted model")
+        raise Refused("the model has no converted layer whose weight needs a gradient; accepted: a converted model")
     first, second = (torch.autograd.grad(loss(), list(layers.values())) for _ in range(2))
     ratios = {name: _ratio(a.double(), b.double()) for name, a, b in zip(layers, first, second, strict=True)}
     under = {name: ratio for name, ratio in ratios.items() if ratio < SQRT3}

@@ -13,6 +13,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from ..errors import Refused
 from ..functional.autograd import first_derivative
 from ..functional.grouped import grouped_quantize
 from ..functional.qtensor import QTensor
@@ -20,7 +21,7 @@ from ..functional.quantization import check_input
 from ..policy import policies
 from ..policy.formats import Format
 from ..policy.policy import Policy
-from ..policy.spec import Spec
+from ..policy.spec import Spec, as_spec
 from . import layer_ops
 from .activation import swiglu
 from .transformers_experts import Stacked, mixed, names_of_stacks, plain_class, stack_of
@@ -34,7 +35,7 @@ class QuantizedLinear(nn.Module):
     Args:
         weight: [N, K], any format.
         bias: [N] or None.
-        x: how the input is quantized: a Spec; None leaves it as it is (weight-only).
+        x: how the input is quantized: a Spec, its key or a Format; None leaves it as it is (weight-only).
         w: how the weight was, where that is known: what fp4ext.refit quantizes new weights by.
 
     Input [.., K] in fp32, bf16 or fp16; output [.., N] in the same dtype, or autocast's.
@@ -48,11 +49,11 @@ class QuantizedLinear(nn.Module):
         if not isinstance(weight, QTensor):
             raise TypeError(f"weight is {type(weight).__name__}; accepted: a QTensor")
         if len(weight.shape) != 2:
-            raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: [N, K]")
+            raise Refused(f"weight has shape {tuple(weight.shape)}; accepted: [N, K]")
         if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},)")
+            raise Refused(f"bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},)")
         self.out_features, self.in_features = weight.shape
-        self.format, self.weight_dtype, self.x, self.w = weight.format, weight.dtype, x, w
+        self.format, self.weight_dtype, self.x, self.w = weight.format, weight.dtype, *_specs(x, w)
         _hold(self, "", weight)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
@@ -91,7 +92,7 @@ class QuantizedExperts(nn.Module):
 
     Args:
         gate_up, down: stacks [E, 2F, K] (gate first) and [E, K, F], of one format each.
-        x: how the input of each product is quantized: a Spec; None leaves it as it is.
+        x: how the input of each product is quantized: a Spec, its key or a Format; None leaves it as it is.
         w: how the stacks were, where that is known: what fp4ext.refit quantizes new weights by.
 
     Input: x [T, K] in fp32, bf16 or fp16, rows sorted by expert, and offsets int32 [E], the ends of the experts' rows.
@@ -108,9 +109,9 @@ class QuantizedExperts(nn.Module):
                 raise TypeError(f"{name} is {type(stack).__name__}; accepted: a QTensor")
         shapes = tuple(gate_up.shape), tuple(down.shape)
         if len(shapes[0]) != 3 or shapes[1] != (shapes[0][0], shapes[0][2], shapes[0][1] // 2) or shapes[0][1] % 2:
-            raise ValueError(f"gate_up is {shapes[0]}, down {shapes[1]}; accepted: [E, 2F, K] and [E, K, F]")
+            raise Refused(f"gate_up is {shapes[0]}, down {shapes[1]}; accepted: [E, 2F, K] and [E, K, F]")
         self.kinds = {"gate_up": (gate_up.format, gate_up.shape), "down": (down.format, down.shape)}
-        self.weight_dtype, self.x, self.w = gate_up.dtype, x, w
+        self.weight_dtype, (self.x, self.w) = gate_up.dtype, _specs(x, w)
         _hold(self, "gate_up_", gate_up)
         _hold(self, "down_", down)
 
@@ -170,7 +171,7 @@ class QuantizedStacked(Stacked):
         made = copy.deepcopy(module, {id(module._parameters[name]): None for name in names})
         made.__class__ = mixed(cls, plain_class(module))
         made.kinds = {name: (q.format, q.shape) for name, q in packed.items()}
-        made.weight_dtype, made.x, made.w = packed[names[0]].dtype, x, w
+        made.weight_dtype, (made.x, made.w) = packed[names[0]].dtype, _specs(x, w)
         for name, q in packed.items():
             _hold(made, f"{name}_", q)
         return made
@@ -190,6 +191,10 @@ class QuantizedStacked(Stacked):
     def extra_repr(self) -> str:
         bits = 8 * sum(w.nbytes for w in self.weights) / sum(w.shape.numel() for w in self.weights)
         return f"{self.kinds['down_proj'][0]}, {bits:.2f} bits per weight, x={self.x}"
+
+
+def _specs(*given: Spec | Format | str | None) -> list[Spec | None]:
+    return [None if spec is None else as_spec(spec) for spec in given]
 
 
 def _product(x: Tensor, spec: Spec | None, w: QTensor, bias: Tensor | None, offsets: Tensor | None) -> Tensor:

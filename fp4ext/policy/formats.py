@@ -1,25 +1,29 @@
-"""The number formats: block lengths, largest values and dtypes. Ask a Format instead of remembering.
+"""The number formats: block lengths, largest values and dtypes.
 
-An element format says which values one code can take. A block format adds a scale shared by consecutive elements along
-the contraction axis, and NVFP4 an fp32 outer scale on top: x̂ = element · block scale · outer scale
-(docs/numerics.md, 1-3).
+An element format says which values one code can take. A block format adds a scale that consecutive elements along the
+contraction axis share. NVFP4 adds an fp32 outer scale: x̂ = element · block scale · outer scale (docs/numerics.md,
+sections 1-3).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from ..errors import Refused
+
 
 @dataclass(frozen=True)
 class Element:
-    """A scalar format.
+    """A scalar format (docs/numerics.md, section 1).
 
     Attributes:
-        max: its largest finite value; max_exponent: floor(log2 max).
-        min: its smallest positive value.
-        top_step: the distance between its two largest values.
+        bits: bits per element.
+        max: the largest finite value; max_exponent: floor(log2 max).
+        min: the smallest positive value.
+        top_step: the distance between the two largest values.
     """
 
     name: str
@@ -29,7 +33,8 @@ class Element:
     min: float
     top_step: float
 
-    def __reduce__(self):  # copies and pickles are the object itself: `is` compares elements
+    # A copy, or an unpickled element, is the object of that name, so that `is` compares elements.
+    def __reduce__(self) -> tuple[Callable[[str], Element], tuple[str]]:
         return element, (self.name,)
 
 
@@ -41,16 +46,16 @@ ELEMENTS = {e.name: e for e in (E2M1, E4M3, E5M2)}
 
 @dataclass(frozen=True)
 class Format:
-    """How a tensor is stored in few bits.
+    """A block format: how a tensor is stored in few bits (docs/numerics.md, sections 2 and 3).
 
     Attributes:
         name: the string that users pass, e.g. "nvfp4".
-        element: the Element each code stands for.
-        block: elements that share one scale, along the contraction axis.
+        element: the Element that each code encodes.
+        block: the number of elements along the contraction axis that share one scale.
         scale_dtype: torch dtype of the block scales.
-        codes_dtype: torch dtype of the codes; uint8 holds two E2M1 codes.
+        codes_dtype: torch dtype of the codes; a uint8 holds two E2M1 codes.
         has_global_scale: whether an fp32 outer scale multiplies the block scales.
-        scale_rules, blocks, outers: the accepted choices of a Spec, its default first.
+        scale_rules, blocks, outers: the values that a Spec accepts; the first is the default.
     """
 
     name: str
@@ -68,18 +73,19 @@ class Format:
         return 8 // self.element.bits
 
     def padded(self, k: int) -> int:
-        """K rounded up to whole blocks: the number of elements that codes hold for a contraction length k."""
+        """k rounded up to whole blocks: the number of elements that the codes of a row of length k hold."""
         return -(-k // self.block) * self.block
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits an element, block scale included, outer scale not."""
+        """Stored bits per element, with the block scale and without the outer scale."""
         return self.element.bits + 8 / self.block
 
     def __str__(self) -> str:
         return self.name
 
-    def __reduce__(self):  # copies and pickles are the object itself: `is` compares formats
+    # A copy, or an unpickled format, is the object of that name, so that `is` compares formats.
+    def __reduce__(self) -> tuple[Callable[[str | Format], Format], tuple[str]]:
         return get, (self.name,)
 
 
@@ -105,20 +111,20 @@ MXFP8_E5M2 = _mx("mxfp8_e5m2", E5M2, torch.float8_e5m2)
 MXFP4 = _mx("mxfp4", E2M1, torch.uint8)
 
 FORMATS = {f.name: f for f in (NVFP4, MXFP8, MXFP8_E5M2, MXFP4)}
-BF16 = "bf16"  # a choice that a recipe can make, not a block format: the tensor as it is
+BF16 = "bf16"  # what a recipe may say in place of a block format: the operand is not quantized
 
 
 def get(name: str | Format) -> Format:
-    """The Format of that name. Raises ValueError, listing the names there are."""
+    """The Format of that name. Raises ValueError, which lists the names, for an unknown one."""
     if isinstance(name, Format):
         return name
     if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"unknown format {name!r}; formats: {', '.join(FORMATS)}")
+        raise Refused(f"unknown format {name!r}; formats: {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def element(name: str) -> Element:
-    """The Element of that name. Raises ValueError, listing the names there are."""
+    """The Element of that name. Raises ValueError, which lists the names, for an unknown one."""
     if name not in ELEMENTS:
-        raise ValueError(f"unknown element {name!r}; elements: {', '.join(ELEMENTS)}")
+        raise Refused(f"unknown element {name!r}; elements: {', '.join(ELEMENTS)}")
     return ELEMENTS[name]

@@ -1,4 +1,4 @@
-"""The policies that ship, as data. `get(name)` gives one, or that of a file (policy_file.py); `with_(…)` changes it.
+"""The policies that ship, as data. `get` returns one by its name, or reads one from a file (policy_file.py).
 
 | policy | fprop x, w | dgrad dy, w | wgrad dy, x |
 |---|---|---|---|
@@ -12,31 +12,32 @@
 | mxfp8_backward | sweep | MXFP8, of ŵᵀ | MXFP8, of x̂ᵀ |
 
 In every 4-bit backward E[dx] = dy·ŵ, the derivative of the function that the forward computed: dgrad reads ŵ, or 2-D
-blocks that are the same in both directions (tests/nn/test_unbiased_products.py). E[dw] = dyᵀ·x̂ where wgrad reads the
-forward's copy. nvidia and four_over_six quantize x anew, so their dw averages to about dyᵀ·x, which is not the
-derivative of their forward (7.7e-3 to 9.1e-3 of its energy apart), with a floor of about 3e-5: x is rounded to nearest
-under the RHT. MXFP8's backward rounds to nearest.
+blocks that are the same in both directions (tests/nn/test_unbiased_products.py). Where wgrad reads the forward's copy,
+E[dw] = dyᵀ·x̂. nvidia and four_over_six quantize x again, so that their dw averages to about dyᵀ·x. That is not the
+derivative of their forward: the two differ by 7.7e-3 to 9.1e-3 of the energy. Against dyᵀ·x a bias of about 3e-5
+remains, since x is rounded to nearest under the RHT. The MXFP8 backward rounds to nearest.
 
-Where these differ from their authors' code:
+These policies differ from their authors' code:
 
-- nvidia: the RHT's signs are drawn anew at every call, where TransformerEngine has one vector and torchao one per
-  layer; scales of stochastic operands are rounded up, which adds noise and no bias; rotated values stay in fp32, where
+- nvidia: each call draws new signs for the RHT, where TransformerEngine has one vector and torchao one per layer. Block
+  scales of stochastic operands are rounded up, which adds noise and no bias. Rotated values stay in fp32, where
   TransformerEngine rounds them to BF16, which changes 0.6 % of the codes on N(0, 1).
-- four_over_six: dy and wgrad's x keep amax scales. The authors' layer uses 4/6 there too, which leaves a bias in dw,
-  since rounding after a choice by error is not unbiased.
-- quartet2: S is taken over each block of 16, as Algorithm 1 of the paper has it; the authors' Triton code takes it over
-  a rotated vector of 128.
-- end_to_end and quartet2 are unbiased in each operand, not in the product: under one rotation the errors of dy and of
-  x̂ are correlated where the two are parallel, and dw is too large by 0.7 % (0.8 %) there. end_to_end_sr removes that
-  for about 1.8 times the variance (docs/numerics.md, 8).
+- four_over_six: dy and the x of wgrad have amax scales. The authors' layer uses 4/6 there too, which biases dw, since
+  rounding after a choice by error is not unbiased.
+- quartet2: S (docs/numerics.md, section 7) is computed over each block of 16, as in Algorithm 1 of the paper; the
+  authors' Triton code computes it over a rotated vector of 128.
+- end_to_end and quartet2 are unbiased in each operand and not in the product: both operands have one rotation, so the
+  errors of dy and of x̂ are correlated where the two are parallel, and dw is too large there by 0.7 % and 0.8 %.
+  end_to_end_sr removes that for about 1.8 times the variance (docs/numerics.md, section 8).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ..errors import Refused
 from . import policy_file
-from .policy import Policy
+from .policy import SHIPPED, Policy
 from .recipe import Dgrad, Fprop, Recipe, Wgrad
 from .spec import Spec
 
@@ -58,50 +59,57 @@ def _both(spec: Spec) -> Fprop:
     return Fprop(spec, spec)
 
 
-def _backward(spec: Spec, from_fprop: bool) -> dict:
-    return {"dgrad": Dgrad(spec, spec, from_fprop), "wgrad": Wgrad(spec, spec, from_fprop)}
+def _backward(spec: Spec, from_fprop: bool) -> tuple[Dgrad, Wgrad]:
+    return Dgrad(spec, spec, from_fprop), Wgrad(spec, spec, from_fprop)
 
 
 def _sampler(spec: Spec) -> Recipe:
-    """A row's codes must not depend on its batch mates: an outer scale a row. (A power of two for all rows would do
-    except where a row is so small beside its mates that its block scales are subnormal.)"""
+    """One outer scale per row of x, so that a row's codes do not depend on the other rows of its batch.
+
+    (One power of two for all rows would do as well, except for a row so much smaller than the others that its block
+    scales are subnormal.)
+    """
     return Recipe(Fprop(spec.with_(outer="row"), spec.with_(outer="pow2")))
 
 
-_POLICIES = {
+SHIPPED |= {
     p.name: p
     for p in (
         Policy("bf16"),
-        Policy("mxfp8", Recipe(_both(_MXFP8), **_backward(_MXFP8, False))),
+        Policy("mxfp8", Recipe(_both(_MXFP8), *_backward(_MXFP8, False))),
         Policy("nvidia", Recipe(Fprop(_AMAX, _TILE), Dgrad(_SR, _TILE), _NVIDIA_WGRAD), _sampler(_AMAX)),
         Policy(
             "four_over_six",
             Recipe(Fprop(_FOUR_OVER_SIX, _FOUR_OVER_SIX_TILE), Dgrad(_SR, _FOUR_OVER_SIX_TILE), _NVIDIA_WGRAD),
             _sampler(_FOUR_OVER_SIX),
         ),
-        Policy("quartet2", Recipe(_both(_FOUR_OVER_SIX), **_backward(_EDEN_BLOCK, True)), _sampler(_FOUR_OVER_SIX)),
-        Policy("end_to_end", Recipe(_both(_SWEEP), **_backward(_EDEN2, True)), _sampler(_SWEEP)),
+        Policy("quartet2", Recipe(_both(_FOUR_OVER_SIX), *_backward(_EDEN_BLOCK, True)), _sampler(_FOUR_OVER_SIX)),
+        Policy("end_to_end", Recipe(_both(_SWEEP), *_backward(_EDEN2, True)), _sampler(_SWEEP)),
         Policy(
             "end_to_end_sr",
             Recipe(_both(_SWEEP), Dgrad(_SR2, _EDEN2, True), Wgrad(_SR2, _EDEN2, True)),
             _sampler(_SWEEP),
         ),
-        Policy("mxfp8_backward", Recipe(_both(_SWEEP), **_backward(_MXFP8, True)), _sampler(_SWEEP)),
+        Policy("mxfp8_backward", Recipe(_both(_SWEEP), *_backward(_MXFP8, True)), _sampler(_SWEEP)),
     )
 }
 
 
 def names() -> list[str]:
     """The names of the policies that ship."""
-    return list(_POLICIES)
+    return list(SHIPPED)
 
 
 def get(name: str | Path | Policy) -> Policy:
-    """The policy of that name, or of that .toml or .json file. Raises ValueError, listing the names there are."""
+    """The policy of that name, or of that .toml or .json file.
+
+    Raises:
+        ValueError: an unknown name, with a list of those that ship; or a file that holds no policy (policy_file.load).
+    """
     if isinstance(name, Policy):
         return name
     if isinstance(name, Path) or (isinstance(name, str) and name.endswith(policy_file.SUFFIXES)):
         return policy_file.load(name)
-    if not isinstance(name, str) or name not in _POLICIES:
-        raise ValueError(f"unknown policy {name!r}; policies: {', '.join(_POLICIES)}, or a .toml file")
-    return _POLICIES[name]
+    if not isinstance(name, str) or name not in SHIPPED:
+        raise Refused(f"unknown policy {name!r}; policies: {', '.join(SHIPPED)}, or a .toml file")
+    return SHIPPED[name]

@@ -1,21 +1,23 @@
-"""Policy: stage × module name × step → Recipe. Each component's precision is a decision, written down here.
+"""Policy: stage × module name × step → Recipe.
 
-The four stages ask for different things: pretraining's forward for low error, its backward for no bias (noise averages
-out over tokens and steps, drift compounds), the RL sampler for speed and memory, the RL trainer for agreement with the
-sampler.
+The stages need different things. The forward of pretraining needs low error, and its backward no bias, because noise
+averages out over tokens and steps while a bias adds up. The RL sampler needs speed and little memory, and the RL
+trainer needs to agree with the sampler.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
-from .recipe import Fprop, Recipe
+from ..errors import Refused
+from .recipe import Fprop, Recipe, short_repr
 from .stages import STAGES, check_stage
 
-# What stays in BF16 by default, by name: heads, routers, and what is as small and as delicate.
+# The names of modules that stay in BF16 by default: heads, routers, and other small modules that need precision.
 KEEP = (
-    # heads, by the names that they have in transformers' models
+    # heads, by their names in transformers' models
     *("lm_head", "output", "head", "*_head", "lm_heads.*", "*.lm_heads.*", "embed_out", "score", "qa_outputs"),
     *(
         "classifier",
@@ -36,9 +38,9 @@ KEEP = (
         "logits_dense",
         "class_embed",
     ),
-    # routers, whole, and gates of one column or of a whole expert
+    # routers, with everything inside them, and gates of one column or of a whole expert
     *("*router*", "gate", "*.gate.wg", "*shared_expert_gate"),
-    # attention sinks, the projections that make the taps of a convolution, the step sizes of a state space
+    # attention sinks, the projections that compute the taps of a convolution, the step sizes of a state-space model
     *("*sink_proj", "*.sconv.*", "dt_proj"),
 )
 
@@ -48,22 +50,29 @@ class Policy:
     """Which Recipe a module uses, by stage, name and step.
 
     Attributes:
-        name: what the policy is called in tables and checkpoints.
+        name: the policy's name in tables and checkpoints.
         pretrain: the recipe of the pretraining stage.
-        rl_sampler, rl_trainer: those of the RL stages; default: the sampler has pretrain's fprop made row-invariant
-            (an outer scale per row of x, a power of two for w), the trainer the sampler's fprop and a BF16 backward.
-        keep: patterns (as in a shell) of module names, or of their last parts, that stay in BF16; default: KEEP. A
-            model's head and the parts of its routers, where its class shows them, are kept wherever "lm_head" and
-            "router" are. `keep=(*KEEP, …)` adds to the default, as `keep_also` does in a policy file.
-        keep_last: share of the blocks, counted from the last, that stay in BF16 (0.15 in NVIDIA's recipe). A block is
-            what a module's name says up to its first number ("model.layers.3"), or the module itself where there is
-            none; blocks are counted in the model's order, those of all stacks (encoder, decoder) in one row. The share
-            is rounded, and is at least one block where it is above 0; a block is never cut.
+        rl_sampler: the recipe of the RL sampler. Default (None): the fprop of `pretrain`, made row-invariant by one
+            outer scale per row of x and one power of two for w.
+        rl_trainer: the recipe of the RL trainer. Default (None): the sampler's fprop with a BF16 backward.
+        keep: shell patterns of modules that stay in BF16; a pattern is matched against the module's name and against
+            the last part of the name. Default: KEEP. `keep=(*KEEP, …)` adds to the default, as `keep_also` does in a
+            policy file. A policy that keeps "lm_head" also keeps every module that the model's class shows to be its
+            head, and a policy that keeps "router" every part of a router.
+        keep_last: the share of the blocks, counted from the last, that stays in BF16 (0.15 in NVIDIA's recipe,
+            arXiv 2509.25149). A block's name is a module's name up to its first number ("model.layers.3"), or the whole
+            name where it has none. Blocks are counted in the model's order, across all stacks (encoder, decoder). The
+            number of blocks is rounded, is at least 1 where the share is above 0, and a block is never divided.
         rules: (pattern, recipe) pairs that replace `pretrain` for matching modules; the first match counts. In the RL
-            stages such a module has its recipe's fprop, with an outer scale a row, and a BF16 backward.
-        bf16_forward_from: the step from which fprop runs in BF16, which recovers most of a run's late gap; None: never.
-        mean_split: split the mean over tokens off x while pretraining (see Recipe).
+            stages such a module has its recipe's fprop, with one outer scale per row, and a BF16 backward.
+        bf16_forward_from: the step from which fprop runs in BF16, which closes most of the loss gap to a BF16 run late
+            in training; None: never.
+        mean_split: subtract the mean over tokens from x while pretraining (see Recipe).
         stats_every: steps between live statistics of the quantizers (fp4ext.audit.Monitor); 0: none.
+
+    Raises:
+        ValueError: keep_last is outside of 0 to 1, or stats_every is no whole number from 0.
+        TypeError: keep, rules or a recipe of another type.
     """
 
     name: str
@@ -77,11 +86,14 @@ class Policy:
     mean_split: bool = False
     stats_every: int = 0
 
-    def __post_init__(self):
+    def __repr__(self) -> str:
+        return f"policies.get({self.name!r})" if SHIPPED.get(self.name) == self else short_repr(self)
+
+    def __post_init__(self) -> None:
         if isinstance(self.stats_every, bool) or not isinstance(self.stats_every, int) or self.stats_every < 0:
-            raise ValueError(f"stats_every is {self.stats_every!r}; accepted: a whole number of steps, 0 for never")
+            raise Refused(f"stats_every is {self.stats_every!r}; accepted: a whole number of steps, 0 for never")
         if not 0 <= self.keep_last <= 1:
-            raise ValueError(f"keep_last is {self.keep_last}; accepted: a share from 0 to 1")
+            raise Refused(f"keep_last is {self.keep_last}; accepted: a share from 0 to 1")
         if isinstance(self.keep, str) or not all(isinstance(pattern, str) for pattern in self.keep):
             raise TypeError(f'keep is {self.keep!r}; accepted: a list of patterns, e.g. ("lm_head", "*.router")')
         if not all(isinstance(rule, tuple) and list(map(type, rule)) == [str, Recipe] for rule in self.rules):
@@ -115,13 +127,14 @@ class Policy:
         return self.bf16_forward_from is not None and step >= self.bf16_forward_from
 
     def keeps(self, name: str) -> bool:
-        """Whether the module of that name stays in BF16 whatever the stage."""
+        """Whether the module of that name stays in BF16 in every stage."""
         return any(matches(name, pattern) for pattern in self.keep)
 
     def row_variant(self) -> dict[str, str]:
-        """Where the sampler's result for a row depends on the rest of the batch: what it concerns → why; {}: nowhere.
+        """The recipes under which a row's result depends on the rest of the batch, each with the reason.
 
-        Keys are "rl_sampler", "rl_trainer", and the patterns of rules.
+        Keys are "rl_sampler", "rl_trainer" and the patterns of rules. The result is empty where every recipe of the RL
+        stages is row-invariant.
         """
         found = {stage: recipe for stage in STAGES[1:] for recipe in [self.with_(keep=(), rules=()).recipe(stage, "")]}
         found |= {pattern: Recipe(fprop=_row_invariant(recipe.fprop)) for pattern, recipe in self.rules}
@@ -147,16 +160,21 @@ class Policy:
         """A copy whose quantizers are watched while training: see fp4ext.audit.Monitor."""
         return replace(self, stats_every=every)
 
-    def with_(self, **changes) -> Policy:
+    def with_(self, **changes: Any) -> Policy:
         """A copy with some fields changed, e.g. policies.get("end_to_end").with_(keep_last=0.15)."""
         return replace(self, **changes)
 
 
+# The policies that ship, by name. policies.py fills it.
+SHIPPED: dict[str, Policy] = {}
+
+
 def _row_invariant(fprop: Fprop) -> Fprop:
-    """The same with outer scales that no other row decides. (A 16×16 tile of x remains one of 16 rows.)"""
-    scaled = [spec if spec and spec.fmt.has_global_scale else None for spec in (fprop.x, fprop.w)]
-    x = scaled[0].with_(outer="row") if scaled[0] and scaled[0].block != "16x16" else fprop.x
-    return Fprop(x, scaled[1].with_(outer="pow2") if scaled[1] else fprop.w)
+    """fprop with outer scales that do not depend on other rows of x. (16 rows still share a 16×16 block of x.)"""
+    x, w = fprop.x, fprop.w
+    if x and x.fmt.has_global_scale and x.block != "16x16":
+        x = x.with_(outer="row")
+    return Fprop(x, w.with_(outer="pow2") if w and w.fmt.has_global_scale else w)
 
 
 def matches(name: str, pattern: str) -> bool:

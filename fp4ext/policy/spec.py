@@ -1,18 +1,22 @@
-"""Spec: how one operand is quantized. Data only; one canonical string of it crosses to C++.
+"""Spec: how one operand is quantized. Data only; it crosses to C++ as one canonical string, Spec.key.
 
-A choice that the law (docs/numerics.md) calls biased or undefined is refused here, with what would be accepted.
+A combination that the numerics contract (docs/numerics.md) calls biased or undefined is refused here; the message says
+what is accepted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from ..errors import Refused
 from . import formats
 from .formats import Format
 
 ROUNDINGS = ("nearest", "stochastic", "eden", "eden_block")
 RHTS = ("none", "16", "32", "64", "128", "16x2", "32x2", "64x2", "128x2")
-UNBIASED_SCALES = ("amax", "minvar", "ceil")  # with stochastic rounding: scales that never clip
+UNBIASED_SCALES = ("amax", "minvar", "ceil")  # the rules whose scales never clip, which stochastic rounding needs
 EDEN_SCALES = {"eden": ("amax", "sweep"), "eden_block": ("amax",)}  # by rounding
 
 
@@ -22,13 +26,15 @@ class Spec:
 
     Args:
         format: "nvfp4", "mxfp8", "mxfp8_e5m2" or "mxfp4".
-        scale: the block scale's rule; default "amax" (NVFP4) or "ceil" (MX). See docs/numerics.md, 2 and 3.
-        rounding: "nearest", "stochastic" (unbiased; scale "amax", "minvar" or "ceil"), "eden" (unbiased; needs an RHT;
-            scales corrected per rotated vector) or "eden_block" (the same per block, as published; scale "amax").
+        scale: the block scale's rule; default "amax" (NVFP4) or "ceil" (MX). docs/numerics.md, sections 2 and 3.
+        rounding: "nearest", "stochastic" (unbiased; needs scale "amax", "minvar" or "ceil"; section 5), or "eden"
+            (unbiased; needs an RHT; scales are corrected per rotated vector; section 7) or "eden_block" (the same per
+            block, as published; scale "amax").
         block: "1x16" or "16x16" (NVFP4), "1x32" (MX).
-        outer: what shares an fp32 outer scale: "tensor", "pow2", "row" or "expert" (NVFP4); "none" (MX).
+        outer: which elements share an fp32 outer scale: those of a "tensor", a "row" or an "expert" (NVFP4), or "none"
+            (MX). "pow2" is one scale per tensor, rounded up to a power of two.
         rht: random Hadamard transform along the contraction: "none", "16" … "128" (also as int), or in two stages,
-            "128x2".
+            "16x2" … "128x2" (section 6).
 
     Raises:
         ValueError: an unknown value, or a combination that is undefined or biased.
@@ -41,9 +47,9 @@ class Spec:
     outer: str | None = None
     rht: str | int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         f = formats.get(self.format)
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
+        put: Callable[[str, object], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         put("format", f.name)
         put("scale", f.scale_rules[0] if self.scale is None else self.scale)
         put("block", f.blocks[0] if self.block is None else self.block)
@@ -62,20 +68,20 @@ class Spec:
             _one_of(f"format with {self.rounding} rounding", self.format, ("nvfp4",))
             _one_of(f"scale rule with {self.rounding} rounding", self.scale, EDEN_SCALES[self.rounding])
             if self.rht == "none":
-                raise ValueError(f"{self.rounding} rounding needs an rht, got 'none'; accepted: {', '.join(RHTS[1:])}")
+                raise Refused(f"{self.rounding} rounding needs an rht, got 'none'; accepted: {', '.join(RHTS[1:])}")
         if self.block == "16x16" and (self.is_eden or self.rht != "none"):
-            raise ValueError(
+            raise Refused(
                 f"16x16 blocks take neither eden rounding nor an rht, got rounding={self.rounding!r}, "
                 f"rht={self.rht!r}; accepted: rounding nearest or stochastic, rht none"
             )
         if self.block == "16x16" and self.outer == "row":
-            raise ValueError(
+            raise Refused(
                 "a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert"
             )
 
     @property
     def key(self) -> str:
-        """The canonical string, e.g. "nvfp4/amax/nearest/1x16/tensor/none". csrc/ops/spec.h reads it."""
+        """The canonical string, e.g. "nvfp4/amax/nearest/1x16/tensor/none". csrc/ops/parse.h reads it."""
         return "/".join(getattr(self, field.name) for field in fields(self))
 
     @classmethod
@@ -84,15 +90,16 @@ class Spec:
         parts = key.split("/")
         if len(parts) > len(fields(cls)):
             names = "/".join(field.name for field in fields(cls))
-            raise ValueError(f"spec {key!r} has {len(parts)} parts; accepted: {names}, or the first few of them")
+            raise Refused(f"spec {key!r} has {len(parts)} parts; accepted: {names}, or the first few of them")
         return cls(*parts)
 
-    def with_(self, **changes) -> Spec:
+    def with_(self, **changes: Any) -> Spec:
         """A copy with some fields changed."""
         return replace(self, **changes)
 
     @property
     def fmt(self) -> Format:
+        """The Format named by `format`."""
         return formats.get(self.format)
 
     @property
@@ -102,12 +109,26 @@ class Spec:
 
     @property
     def needs_rng(self) -> bool:
+        """Whether values are rounded or rotated at random."""
         return self.rounding != "nearest" or self.rht != "none"
 
     def __str__(self) -> str:
         return self.key
 
 
-def _one_of(what: str, value: str, accepted: tuple[str, ...]) -> None:
+def as_spec(spec: Spec | Format | str) -> Spec:
+    """The Spec that is meant by a Spec, by a Format, by the name of one, or by a key such as "nvfp4/sweep".
+
+    Every public function that takes a spec reads it by this one, so that all take the same spellings.
+
+    Raises:
+        Refused: no format of that name, or what Spec refuses.
+    """
+    if isinstance(spec, Spec):
+        return spec
+    return Spec.parse(spec) if isinstance(spec, str) else Spec(spec)
+
+
+def _one_of(what: str, value: object, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
-        raise ValueError(f"unknown {what}: {value!r}; accepted: {', '.join(accepted)}")
+        raise Refused(f"unknown {what}: {value!r}; accepted: {', '.join(accepted)}")

@@ -6,28 +6,32 @@
 
 A recomputation (torch.utils.checkpoint) happens later, in the backward, perhaps on one of autograd's threads, and needs
 the stage of its forward. So the tensors that autograd saves inside `with stage(…)` carry the stage's name
-(torch.autograd.graph.saved_tensors_hooks). Both flavours of checkpoint save their inputs there, and unpack them just
-before they recompute. At that moment the thread takes the stage back, until the backward ends.
+(torch.autograd.graph.saved_tensors_hooks). Both kinds of checkpoint (reentrant or not) save their inputs there and
+unpack them just before they recompute. At that moment the thread returns to that stage, until the backward ends.
 
-Outside of any `with`, modules run in "pretrain"; but a module in eval mode, where no gradient is recorded, runs in
-"rl_sampler". So what is generated depends neither on the batch nor on a cache, as with the exported weights.
+Outside of any `with`, a module runs in "rl_sampler" if it is in eval mode and no gradient is recorded, and in
+"pretrain" otherwise. What a model generates then depends neither on the batch nor on a cache, as with the exported
+weights.
 """
 
 from __future__ import annotations
 
 import threading
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..errors import Refused
+
 STAGES = ("pretrain", "rl_sampler", "rl_trainer")
 
 
 class _State:
-    """Of one thread.
+    """The stage of one thread.
 
     Attributes:
         name: the stage; None outside of any `with`.
@@ -35,18 +39,19 @@ class _State:
             stage before it.
     """
 
-    def __init__(self):
-        self.name, self.taken = None, []
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.taken: list[tuple[int, str | None]] = []
 
-    def take_back(self, name: str, backward: int) -> None:
-        """Put the thread in the stage of what a backward unpacks, until that ends."""
+    def take_back(self, name: str | None, backward: int) -> None:
+        """Put the thread in the stage of a tensor that a backward unpacks, until that backward ends."""
         if not self.taken or self.taken[-1][0] != backward:
             self.taken.append((backward, self.name))
             Variable._execution_engine.queue_callback(lambda: self.give_back(backward))
         self.name = name
 
     def give_back(self, backward: int | None = None) -> None:
-        """Undo what a backward did, and those within it that failed; None: every one."""
+        """Undo take_back for a backward and for those inside it that failed; None: for all of them."""
         while self.taken:
             ended, self.name = self.taken.pop()
             if ended == backward:
@@ -54,20 +59,20 @@ class _State:
 
 
 class _Threads(threading.local):
-    """A thread's _State: an object, since the end of a backward resets it from whichever thread that ends on."""
+    """The _State of each thread: an object, since a backward may end on another thread than the one that it resets."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.state = _State()
 
 
-# torch.compile follows attributes of a threading.local and guards on them; it does not follow a ContextVar.
+# A threading.local, since torch.compile guards on its attributes and does not follow a ContextVar.
 _threads = _Threads()
 
 
 def check_stage(name: str) -> None:
-    """Raises ValueError for a stage that does not exist."""
+    """Raises ValueError for an unknown stage."""
     if name not in STAGES:
-        raise ValueError(f"unknown stage {name!r}; accepted: {', '.join(STAGES)}")
+        raise Refused(f"unknown stage {name!r}; accepted: {', '.join(STAGES)}")
 
 
 def current_stage() -> str:
@@ -78,11 +83,15 @@ def current_stage() -> str:
 class stage:
     """Run modules in a stage: `with fp4ext.stage("rl_sampler"): …`.
 
-    Other threads keep theirs; a new thread is in none. Coroutines of one thread share its stage.
+    Args:
+        name: "pretrain", "rl_sampler" or "rl_trainer".
+
+    The stage is that of the current thread: other threads are not affected, and a new thread has no stage. Coroutines
+    of one thread share its stage.
 
     Raises:
         ValueError: an unknown stage.
-        RuntimeError: the block ends in another stage than it began, as when two coroutines interleave theirs.
+        RuntimeError: the block ends in another stage than it began in, as when two coroutines interleave their blocks.
     """
 
     def __init__(self, name: str):
@@ -92,7 +101,7 @@ class stage:
     def __enter__(self) -> None:
         state = _threads.state
         self.before, state.name = state.name, self.name
-        # Compiled code recomputes by a graph whose stage was fixed when it was traced.
+        # Compiled code needs no hooks: it recomputes by a graph, whose stage was fixed when it was traced.
         self.hooks = None if torch.compiler.is_compiling() else _carrying_the_stage()
         if self.hooks:
             self.hooks.__enter__()
@@ -119,7 +128,7 @@ def stage_of(module: nn.Module) -> str:
         return _threads.state.name or _by_mode(module)
     backward, state = torch._C._current_graph_task_id(), _threads.state
     if backward == -1:
-        state.give_back()  # of a backward that failed
+        state.give_back()  # a backward that failed did not
     name = state.name or _by_mode(module)
     if backward == -1:
         module.__dict__["_last_stage"] = name
@@ -139,21 +148,22 @@ def _by_mode(module: nn.Module) -> str:
     """The stage of a module outside of any `with`."""
     if module.training or torch.is_grad_enabled():
         return "pretrain"
-    return getattr(module, "inference_stage", "rl_sampler")
+    stage: str = getattr(module, "inference_stage", "rl_sampler")
+    return stage
 
 
 def _carrying_the_stage() -> saved_tensors_hooks:
-    """Hooks by which saved tensors carry the stage they are saved in, on top of the hooks that are active."""
+    """Hooks that save the stage's name with each tensor, around the hooks that are active already."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     outer_pack, outer_unpack = outer if outer else (_same, _same)
 
-    def pack(t: Tensor):
+    def pack(t: Tensor) -> tuple[str | None, Any]:
         return _threads.state.name, outer_pack(t)
 
-    def unpack(saved):
+    def unpack(saved: tuple[str | None, Any]) -> Tensor:
         name, packed = saved
         backward = torch._C._current_graph_task_id()
-        if backward != -1:  # not somebody who looks at a saved tensor
+        if backward != -1:  # a backward, not a caller who inspects a saved tensor
             _threads.state.take_back(name, backward)
         return outer_unpack(packed)
 

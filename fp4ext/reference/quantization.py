@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..policy import formats
 from ..policy.formats import E4M3, Format
-from ..policy.spec import Spec
+from ..policy.spec import Spec, as_spec
 from . import hadamard
 from .block_scale import Outer, e8m0_scales, enc, normalizer, nvfp4_scales, outer_scales
 from .elements import (
@@ -210,7 +210,7 @@ def _direction(axis: int) -> int:
 
 
 def _spec(spec: Spec | str) -> Spec:
-    spec = Spec.parse(spec) if isinstance(spec, str) else spec
+    spec = as_spec(spec)
     if spec.block == "16x16" and spec.outer == "row":
         raise ValueError(
             "a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert"

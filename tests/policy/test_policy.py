@@ -148,6 +148,18 @@ def test_refusals(message):
     assert message in str(caught.value)
 
 
+def test_a_repr_is_short():
+    """Defaults of signatures show it."""
+    assert repr(policies.get("end_to_end")) == "policies.get('end_to_end')"
+    assert repr(Recipe()) == "Recipe()" and repr(Recipe(mean_split=True)) == "Recipe(mean_split=True)"
+    spec = Spec("mxfp8")
+    assert repr(Dgrad(spec, from_fprop=True)) == f"Dgrad(dy={spec!r}, from_fprop=True)"
+    other = policies.get("end_to_end").with_(keep_last=0.15)
+    assert repr(other).startswith("Policy(name='end_to_end', pretrain=Recipe(") and "keep_last=0.15" in repr(other)
+    names = {"Spec": Spec, "Recipe": Recipe, "Fprop": Fprop, "Dgrad": Dgrad, "Wgrad": Wgrad, "Policy": Policy}
+    assert eval(repr(other), names) == other
+
+
 def test_it_is_data():
     policy = policies.get("end_to_end")
     assert pickle.loads(pickle.dumps(policy)) == policy and hash(policy) != hash(policies.get("nvidia"))

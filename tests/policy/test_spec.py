@@ -21,8 +21,8 @@ WORDS = {
 }
 
 
-def lawful(format, scale, rounding, block, outer, rht):
-    """docs/numerics.md on which choices go together, said once more."""
+def is_accepted(format, scale, rounding, block, outer, rht):
+    """Whether docs/numerics.md allows the combination, stated a second time."""
     nvfp4 = format == "nvfp4"
     if format not in ("nvfp4", "mxfp8", "mxfp8_e5m2", "mxfp4") or rht == "8" or rounding == "down":
         return False
@@ -41,16 +41,16 @@ def lawful(format, scale, rounding, block, outer, rht):
 
 
 @pytest.mark.parametrize("format", WORDS["format"])
-def test_every_combination_is_accepted_or_refused_by_law(format):
+def test_every_combination_is_accepted_or_refused_by_the_contract(format):
     """A refusal says what would be accepted."""
     for words in itertools.product([format], *list(WORDS.values())[1:]):
         try:
             spec = Spec(*words)
         except ValueError as error:
-            assert not lawful(*words), words
+            assert not is_accepted(*words), words
             assert "accepted: " in str(error) or "formats: " in str(error), error
         else:
-            assert lawful(*words), words
+            assert is_accepted(*words), words
             assert spec.key == str(spec) == "/".join(words) and Spec.parse(spec.key) == spec
 
 
@@ -66,7 +66,9 @@ def test_rht_may_be_a_number(rht, key):
     assert Spec(rht=rht).rht == key and Spec(rht=rht).needs_rng is (key != "none")
 
 
-@given(st.sampled_from([words for words in itertools.product(*WORDS.values()) if lawful(*words)]), st.integers(1, 6))
+@given(
+    st.sampled_from([words for words in itertools.product(*WORDS.values()) if is_accepted(*words)]), st.integers(1, 6)
+)
 def test_a_key_may_end_early(words, n):
     """What is left out is the default."""
     try:
