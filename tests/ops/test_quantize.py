@@ -1,6 +1,7 @@
 """quantize, the op: equal to the reference byte for byte, on every path."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -88,6 +89,23 @@ def test_columns_longer_than_a_line(key, rows):
     """Column-wise vectors are 128 deep, whatever the block and the RHT, and the last of a column may be shorter."""
     for dtype, columns in ((torch.float32, 150), (torch.bfloat16, 264)):
         check(generate("gaussian", rows, columns, seed=rows, dtype=dtype), Spec.parse(key), -2)
+
+
+@pytest.mark.parametrize("fmt", [f for f in fp4ext.formats.FORMATS.values() if "ceil" in f.scale_rules], ids=str)
+def test_ceil_beside_the_largest_value_of_every_scale(fmt):
+    """max·2^k and what is one ulp below take 2^k, one ulp above takes 2^(k+1): a float log2 is off by one there.
+
+    k runs over every power for which all three are normal; scales are clamped at both ends (docs/numerics.md, 3).
+    """
+    e = fmt.element
+    low, high = -126 - round(math.log2(e.min)), 127 - e.max_exponent
+    for k in range(-126 - e.max_exponent + 1, high + 1):
+        at, x = torch.tensor(e.max) * 2.0**k, torch.zeros(3, 32)
+        x[:, 5] = torch.stack([at.nextafter(torch.tensor(0.0)), at, at.nextafter(torch.tensor(torch.inf))])
+        assert x[:, 5].isfinite().all() and (x[:, 5] >= 2.0**-126).all()
+        check(x, Spec(fmt.name, "ceil"))
+        scales = ops.quantize(x, Spec(fmt.name, "ceil").key)[1].view(torch.uint8)[:, 0].to(torch.int64) - 127
+        assert scales.tolist() == [min(max(wanted, low), high) for wanted in (k, k, k + 1)], k
 
 
 @settings(max_examples=100, deadline=None)

@@ -90,6 +90,10 @@ def blocks(machine):
     quantize(machine, "nvfp4/amax/stochastic", "nvfp4/sweep/eden/1x16/row/128x2")
 
 
+def by_block(machine):
+    quantize(machine, "nvfp4/amax/eden_block/1x16/tensor/128")
+
+
 def magnitudes(machine):
     for k in (-100, 115):
         test_magnitude(machine, "nvfp4/sweep/eden/1x16/tensor/128x2", k)
@@ -213,6 +217,7 @@ RUNS = {
     finish: "generic/gemm_finish.cu",
     blocks: "generic/quantize_nvfp4_random.cu",
     magnitudes: "generic/quantize_nvfp4_random.cu",
+    by_block: "generic/quantize_nvfp4_random.cu",
     tiles: "generic/quantize_16x16.cu",
     swizzle: "generic/dequantize.cu",
     experts: "generic/quantize_nvfp4_random.cu",
@@ -247,6 +252,7 @@ MUTANTS = [
     ("both stages share their signs", "generic/tile.cuh", "s ? second : first, s == 1", "first, s == 1", blocks),
     ("turns at the sums in the wrong order", "generic/encode.cuh", "turn == rotation.place", "turn == rotation.lanes() - 1 - rotation.place", blocks),
     ("the sum of the wrong lane", "generic/encode.cuh", "energy, first + turn)", "energy, first)", blocks),
+    ("a block's S is that of its vector", "generic/encode.cuh", "if constexpr (rounding == Rounding::eden_block)", "if constexpr (false)", by_block),
     ("the energy is not normalized", "generic/encode.cuh", "normalizer(outer.dec)", "1.0f", magnitudes),
     ("random bits hang on the column", "generic/encode.cuh", "(k + rng.k + offset) / 8", "(k + rng.k + offset) / 16", blocks),
     ("both directions draw the same bits", "generic/encode.cuh", "philox_usage(purpose, colwise, role)", "philox_usage(purpose, false, role)", blocks),
