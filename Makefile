@@ -8,7 +8,7 @@ export PATH := $(PATH):$(abspath $(VENV)/bin)
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help demo test test-slow test-one fuzz test-avx512 test-sanitized test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench tour kernels clean
+.PHONY: help demo test test-slow test-one fuzz test-avx512 test-sanitized test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench docs kernels clean
 help:  ## what each target does
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -141,8 +141,13 @@ bench: build  ## measure this machine: rows to bench_out/, tables to the termina
 	$(PY) benchmarks/bench_live.py
 	$(PY) benchmarks/bench_faults.py
 
-tour: build  ## write docs/tour.md and its pictures anew
-	$(PY) docs/make_tour.py
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material "mkdocstrings[python]"
+	@touch $@
+
+# Warnings are errors: links, anchors, pages without a place in the menu. The docstrings are read, not imported.
+docs: $(VENV)/.docs  ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 kernels: $(VENV)/.packages  ## compile every CUDA kernel for every architecture; needs nvcc, but neither a GPU nor a CUDA torch
 	$(PY) -m cmake -S . -B build/kernels -G Ninja -DFP4EXT_CUDA=KERNELS -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release

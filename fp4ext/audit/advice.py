@@ -1,6 +1,6 @@
 """advise: rank formats and rules, stage by stage, on a model's own tensors, and write the choice down as a Policy.
 
-Each stage asks for something else, whatever the goal (docs/tour.md):
+Each stage asks for something else, whatever the goal (docs/audit.md):
 
     pretraining, forward    low error: it is most of the loss gap
     pretraining, backward   no drift first, since noise dilutes over tokens and steps; only then the goal

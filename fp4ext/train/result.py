@@ -20,17 +20,17 @@ class Row:
 
     Attributes:
         start_loss, final_loss: validation loss in nats a byte, before the first step and after the last; None where
-        not finite.
+            not finite.
         gap: final_loss - BF16's, in mnat; None without a BF16 arm.
         gap_error: standard error of the gap over the validation windows (paired, this one seed), in mnat.
         weight_bits, activation_bits: bits per stored element, where a product reads it, and where it waits for
-        backward.
+            backward.
         seconds: median time of a step.
         diverged: the step at which it stopped being finite.
         converted: how many modules the policy took.
         left: Linear -> why it stayed BF16.
         load_max, load_min: tokens of the busiest and of the idlest expert over an even share, in the worst layer, on
-        average over the last tenth of the logged steps; None for a dense model.
+            average over the last tenth of the logged steps; None for a dense model.
     """
 
     policy: str
