@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..policy import formats
+from .errors import Invalid
 from .stored import Stored, spread
 
 # Ties between neighbouring magnitudes i and i + 1 of E2M1 go to the even one.
@@ -30,11 +31,11 @@ def against(x: Tensor, old: Stored) -> tuple[Stored, int]:
         x: [N, K] or [E, N, K], the shape of `old`; fp32, bf16 or fp16.
 
     Raises:
-        ValueError: another shape.
+        Refused: another shape.
     """
     q = old.q
     if tuple(x.shape) != tuple(q.shape):
-        raise ValueError(f"x has shape {tuple(x.shape)}; accepted: {tuple(q.shape)}, as what is stored")
+        raise Invalid(f"x has shape {tuple(x.shape)}; accepted: {tuple(q.shape)}, as what is stored")
     fmt, k = q.format, x.shape[-1]
     rows, codes = x.reshape(-1, k), q.codes.reshape(-1, q.codes.shape[-1])
     scales = q.scales.reshape(-1, q.scales.shape[-1])

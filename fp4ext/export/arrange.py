@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..policy.formats import Format
 from . import naming
-from .errors import Refused
+from .errors import Invalid
 from .layout import Layout
 from .stored import Outer, Stored, interleave, separate, spread
 
@@ -74,7 +74,7 @@ def stack(
     both, down = names_of_stack(layout)
     numbers = [sorted(part) for part in parts.values()]
     if any(n != list(range(len(numbers[0]))) for n in numbers):
-        raise Refused(f"{experts}: experts {numbers[0]} of a layer; accepted: all from 0, each with the same parts")
+        raise Invalid(f"{experts}: experts {numbers[0]} of a layer; accepted: all from 0, each with the same parts")
     if "down_proj" in parts:
         return f"{experts}.{down}", pile([parts["down_proj"][e] for e in numbers[0]], anew)
     pairs = [
@@ -150,7 +150,7 @@ def over_each_other(name: str, weights: list[Weight], anew: Anew | None = None) 
             if anew is not None:
                 values = torch.cat([w.q.dequantize(torch.float32) for w in weights])
                 return replace(anew(name, values), input_amax=_largest(weights))
-            raise Refused(
+            raise Invalid(
                 f"{name}: gate and up of an expert have outer scales that differ, and a stack has one for both; "
                 "accepted: equal ones, or requantize"
             )
@@ -181,7 +181,7 @@ def pile(weights: list[Weight], anew: Anew | None = None) -> Weight:
         weights = [anew(f"expert {e}", w.q.dequantize(torch.float32)) for e, w in enumerate(weights)]
         weights = [replace(w, input_amax=amax) for w, amax in zip(weights, amaxes, strict=True)]
     elif len(formats_) > 1:
-        raise Refused(f"experts of a stack in {', '.join(map(str, formats_))}; accepted: one format, or requantize")
+        raise Invalid(f"experts of a stack in {', '.join(map(str, formats_))}; accepted: one format, or requantize")
     first = weights[0]
     codes, scales = (_bytes(torch.stack, [getattr(w.q, what) for w in weights]) for what in ("codes", "scales"))
     outer = None

@@ -25,7 +25,7 @@ from ..policy.policy import Policy
 from ..policy.recipe import Fprop, Recipe
 from ..policy.spec import Spec
 from . import module, naming, origin
-from .errors import Refused
+from .errors import Invalid
 from .layout import Layout
 from .source import Source
 
@@ -97,19 +97,19 @@ def policy_of(policy: Policy | Spec | str | None, layout: Layout) -> Policy | No
             policy = Spec.parse(policy)
         except ValueError as error:
             known = ", ".join(policies.names())
-            raise Refused(
+            raise Invalid(
                 f"unknown policy {policy!r}; policies: {known}; or a .toml file, or a spec ({error})"
             ) from None
     if isinstance(policy, Spec):
         if policy.needs_rng:
-            raise Refused(f"policy {policy}: weights are stored once; accepted: rounding nearest, rht none")
+            raise Invalid(f"policy {policy}: weights are stored once; accepted: rounding nearest, rht none")
         weights = Recipe(Fprop(None, policy))
         return Policy(str(policy), weights, weights)
     if policy is None:
         return None
     policy = policies.get(policy)
     if policy.pretrain.fprop.w is None and policy.rl_sampler is None and not policy.rules:
-        raise Refused(f"policy {policy.name} quantizes no weight; accepted: one that does")
+        raise Invalid(f"policy {policy.name} quantizes no weight; accepted: one that does")
     return policy
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from .errors import Refused
+from .errors import Invalid
 from .header import parse_json
 
 MARKER = ".comfy_quant"
@@ -40,14 +40,14 @@ def markers(folder) -> dict[str, Nibbles]:
         layers = parse_json(said.encode(), folder.path)
         layers = layers.get("layers") if isinstance(layers, dict) else None
         if not isinstance(layers, dict):
-            raise Refused(f"{folder.path}: _quantization_metadata has no layers; accepted: an object, name → format")
+            raise Invalid(f"{folder.path}: _quantization_metadata has no layers; accepted: an object, name → format")
         for module, about in layers.items():
             _check(f"{folder.path}: _quantization_metadata of {module!r}", about, OF_MODELOPT if of_modelopt else KNOWN)
             found[module] = Nibbles.LOW if of_modelopt else Nibbles.UNSAID
     for name, slot in folder.slots.items():
         if name.endswith(MARKER):
             if slot.nbytes > MAX_MARKER or slot.dtype.itemsize != 1:
-                raise Refused(
+                raise Invalid(
                     f"{folder.path}: {name!r} takes {slot.nbytes} bytes; accepted: at most {MAX_MARKER}, uint8"
                 )
             _check(
@@ -60,7 +60,7 @@ def markers(folder) -> dict[str, Nibbles]:
 def _check(what: str, about, known: tuple[str, ...]) -> None:
     fmt = about.get("format") if isinstance(about, dict) else None
     if fmt not in known:
-        raise Refused(f"{what} says format {fmt!r}; accepted: {', '.join(known)}")
+        raise Invalid(f"{what} says format {fmt!r}; accepted: {', '.join(known)}")
     rotated = next((key for key, value in about.items() if "rot" in key.lower() and value), None)
     if rotated is not None:
-        raise Refused(f"{what} says {rotated!r}: its weights want rotated inputs; accepted: weights without rotations")
+        raise Invalid(f"{what} says {rotated!r}: its weights want rotated inputs; accepted: weights without rotations")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from ..policy.formats import MXFP4, MXFP8, NVFP4
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
 from .fp8 import Fp8
 from .layout import Layout, Pieces, need, number
@@ -71,7 +71,7 @@ class CompressedTensors(Layout):
         nvfp4 = bool(codes and scales) and scales[-1] * 16 == codes[-1] * 2 and codes[-1] > 0
         if "global_scale" in group or nvfp4:
             what = f"{group['scale']!r} is uint8, where NVFP4 has float8_e4m3fn"
-            raise Refused(f"{folder.path}: {what}; accepted: uint8 scales of MXFP4, one for 32 elements, and no other")
+            raise Invalid(f"{folder.path}: {what}; accepted: uint8 scales of MXFP4, one for 32 elements, and no other")
 
     def read(self, name, group, folder, dtype):
         fmt = self.format(name, group, folder)
@@ -92,7 +92,7 @@ class CompressedTensors(Layout):
         prefix, lost = name.removesuffix("weight"), None
         q = weight.q
         if len(q.shape) != 2:
-            raise Refused(f"{name!r} is a stack {tuple(q.shape)}; accepted in {self.name}: matrices, or known experts")
+            raise Invalid(f"{name!r} is a stack {tuple(q.shape)}; accepted in {self.name}: matrices, or known experts")
         if q.format is MXFP8:
             return Pieces({name: q.codes, f"{prefix}weight_scale": q.scales.view(U8)})
         if q.format is MXFP4:
@@ -102,7 +102,7 @@ class CompressedTensors(Layout):
         g, exact = weight.outer.as_divisor()
         if not bool(((g > 0) & g.isfinite()).all()):
             what = f"outer scale {weight.outer.value.item():.3g} has no fp32 divisor"
-            raise Refused(f"{name!r}: {what}; accepted: a normal number")
+            raise Invalid(f"{name!r}: {what}; accepted: a normal number")
         if not exact:
             lost = "1/global_scale is rounded to fp32 (relative 2^-24)"
         tensors = {
@@ -117,7 +117,7 @@ class CompressedTensors(Layout):
     def write_fp8(self, name, weight):
         prefix = name.removesuffix("weight")
         if not name.endswith(".weight") or len(weight.shape) != 2 or weight.codes.dtype != E4M3:
-            raise Refused(f"{name!r}: {weight.kind} {tuple(weight.shape)}; accepted in {self.name}: E4M3 matrices")
+            raise Invalid(f"{name!r}: {weight.kind} {tuple(weight.shape)}; accepted in {self.name}: E4M3 matrices")
         shape = {"tensor": (1,), "channel": (-1, 1), "block": weight.grid}[weight.strategy]
         tensors = {name: weight.codes, f"{name}_scale": weight.scale.reshape(shape)}
         if weight.input_scale is not None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from ..functional.qtensor import QTensor
 from ..policy import formats
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
 from .header import MAX_RANK
 from .layout import Layout, Pieces, number
 from .stored import Stored, check_scales, check_values
 
 
-class Native(Layout):
+class Fp4ext(Layout):
     """See the module."""
 
     name, formats, stacked = "fp4ext", tuple(formats.FORMATS.values()), True
@@ -36,7 +36,7 @@ class Native(Layout):
         for key in folder.metadata:
             name, _, what = key.rpartition(".")
             if name and what == "format" and name not in groups:
-                raise Refused(f"{folder.path}: {name!r} has no codes; found only what the metadata says of it")
+                raise Invalid(f"{folder.path}: {name!r} has no codes; found only what the metadata says of it")
         return groups
 
     def format(self, name, group, folder):
@@ -44,13 +44,13 @@ class Native(Layout):
             return None
         said = folder.metadata.get(f"{name}.format")
         if said not in formats.FORMATS:
-            raise Refused(f"{folder.path}: {name!r} has format {said!r}; accepted: {', '.join(formats.FORMATS)}")
+            raise Invalid(f"{folder.path}: {name!r} has format {said!r}; accepted: {', '.join(formats.FORMATS)}")
         return formats.FORMATS[said]
 
     def shape(self, name, group, folder, fmt):
         said = folder.metadata.get(f"{name}.shape", "").split(",")
         if len(said) > MAX_RANK or not all(n.isascii() and n.isdecimal() and len(n) < 16 for n in said):
-            raise Refused(f"{folder.path}: {name!r} has no shape; accepted: lengths such as '64,128'")
+            raise Invalid(f"{folder.path}: {name!r} has no shape; accepted: lengths such as '64,128'")
         return tuple(map(int, said))
 
     def read(self, name, group, folder, dtype):
@@ -61,11 +61,11 @@ class Native(Layout):
         try:
             q = QTensor.from_safetensors(name, tensors, folder.metadata)
         except (ValueError, KeyError) as error:
-            raise Refused(f"{folder.path}: {error.args[0]}") from None
+            raise Invalid(f"{folder.path}: {error.args[0]}") from None
         check_scales(f"{folder.path}: {name!r}", fmt, q.scales)
         g = q.global_scale
         if g is not None and not bool((g.isfinite() & (g >= 0)).all()):
-            raise Refused(f"{folder.path}: {name!r}: global_scale is not finite or negative; accepted: a multiplier")
+            raise Invalid(f"{folder.path}: {name!r}: global_scale is not finite or negative; accepted: a multiplier")
         check_values(f"{folder.path}: {name!r}", q)
         return Stored.of(q, amax)
 

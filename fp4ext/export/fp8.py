@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
 
 ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -105,7 +105,7 @@ def find(folder: Folder) -> dict[str, Pieces]:
             continue
         for odd in _near(name, "zero_point", "pre_quant_scale"):
             if odd in folder.slots:
-                raise Refused(f"{folder.path}: {odd!r} has no meaning beside FP8 codes; accepted: symmetric FP8")
+                raise Invalid(f"{folder.path}: {odd!r} has no meaning beside FP8 codes; accepted: symmetric FP8")
         found[name] = {"codes": name, "scale": scale}
         inputs = next((s for s in _near(name, "input_scale", "activation_scale") if s in folder.slots), None)
         if inputs is not None:
@@ -151,7 +151,7 @@ def block_of(folder: Folder, name: str, pieces: Pieces) -> tuple[int, int] | Non
             len(given) > len(stack) + 2 and total == -(-n // rows) * -(-k // columns) * (stack[0] if stack else 1)
         ):
             return rows, columns
-    raise Refused(
+    raise Invalid(
         f"{folder.path}: {pieces['scale']!r} is {given} beside FP8 codes {(*stack, n, k)}; accepted: one scale, one a "
         f"row, or one a block of 128×128 or of the config's weight_block_size"
     )
@@ -184,14 +184,14 @@ def read(folder: Folder, name: str, pieces: Pieces, dtype: torch.dtype) -> Fp8:
     inputs = folder.read(pieces["input_scale"]) if "input_scale" in pieces else None
     for tensor, values in ((pieces["scale"], scale), (pieces.get("input_scale"), inputs)):
         if values is not None and not bool((values.float().isfinite() & (values.float() >= 0)).all()):
-            raise Refused(
+            raise Invalid(
                 f"{folder.path}: {tensor!r} holds a scale that is negative or not finite; accepted: numbers ≥ 0"
             )
     weight = Fp8(codes, scale, block, dtype, inputs, {role: t for role, t in pieces.items() if role != "marker"})
     if not bool(codes.float().isfinite().all()):
-        raise Refused(f"{folder.path}: {name!r}: an element is NaN or infinite; accepted: finite values")
+        raise Invalid(f"{folder.path}: {name!r}: an element is NaN or infinite; accepted: finite values")
     if not bool(weight.dequantize(dtype).isfinite().all()):
-        raise Refused(
+        raise Invalid(
             f"{folder.path}: {name!r}: an element times its scale overflows {dtype}; accepted: finite weights"
         )
     return weight

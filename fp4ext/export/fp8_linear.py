@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..errors import Refused
 from ..nn.layer_ops import by_autocast
 from .fp8 import Fp8
 
@@ -21,7 +22,8 @@ class Fp8Linear(nn.Module):
     Input [.., K] in fp32, bf16 or fp16; output [.., N] in the same dtype, or autocast's.
 
     Raises:
-        TypeError: a weight that is no Fp8. ValueError: one that is no matrix.
+        TypeError: the weight is not an Fp8.
+        Refused: the weight is not a matrix.
     """
 
     def __init__(self, weight: Fp8, bias: Tensor | None = None):
@@ -29,7 +31,7 @@ class Fp8Linear(nn.Module):
         if not isinstance(weight, Fp8):
             raise TypeError(f"weight is {type(weight).__name__}; accepted: an Fp8")
         if len(weight.shape) != 2:
-            raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: [N, K]")
+            raise Refused(f"weight has shape {tuple(weight.shape)}; accepted: [N, K]")
         self.out_features, self.in_features = weight.shape
         self.block, self.weight_dtype, self.names = weight.block, weight.dtype, dict(weight.names)
         self._kinds = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..policy.formats import MXFP4
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
 from .layout import Layout, Pieces, need
 from .stored import stored
@@ -40,7 +40,7 @@ class GptOss(Layout):
         self.format(name, group, folder)
         blocks, scales = folder.read(group["blocks"]), folder.read(group["scales"])
         if blocks.dim() != 4 or blocks.shape[-1] != MXFP4.block // 2:
-            raise Refused(f"{folder.path}: {group['blocks']!r} is {tuple(blocks.shape)}; accepted: [E, N, K/32, 16]")
+            raise Invalid(f"{folder.path}: {group['blocks']!r} is {tuple(blocks.shape)}; accepted: [E, N, K/32, 16]")
         return stored(f"{folder.path}: {name!r}", MXFP4, blocks.flatten(-2), scales, None, dtype)
 
     def write(self, name, weight):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..policy.formats import NVFP4
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
 from .layout import Layout, Pieces, need, number
 from .stored import Outer, stored
@@ -52,7 +52,7 @@ class Inkling(Layout):
         said = folder.read(group["shape"]).tolist() if "shape" in group else list(weight.q.shape)
         if said != list(weight.q.shape):
             what = f"{group['shape']!r} says {said}"
-            raise Refused(f"{folder.path}: {what}; accepted: {list(weight.q.shape)}, as the codes")
+            raise Invalid(f"{folder.path}: {what}; accepted: {list(weight.q.shape)}, as the codes")
         return weight
 
     def write(self, name, weight):

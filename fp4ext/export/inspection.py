@@ -14,7 +14,7 @@ from torch import Tensor
 from ..policy import formats
 from . import naming
 from .checkpoint import Checkpoint
-from .errors import Refused, shown
+from .errors import Invalid, shown
 from .fp8 import Fp8
 from .progress import Bar
 from .stored import Stored
@@ -121,7 +121,7 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
             names[kind] = name
             try:
                 _add(row, checkpoint, name)
-            except Refused as error:
+            except Invalid as error:
                 found.faults.append(str(error).removeprefix(f"{folder.path}: "))
             bar.advance(checkpoint.nbytes(name), name)
     found.rows = list(rows.values())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..policy.formats import Format
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
 from .fp8 import Fp8
 from .kv_cache import KvCache
@@ -124,7 +124,7 @@ class Layout(ABC):
             prefix, role = self.split(tensor)
             group = groups.setdefault(self.base(prefix) if role != "plain" else tensor, {})
             if role in group:
-                raise Refused(f"{folder.path}: {tensor!r} and {group[role]!r} are the same piece of one weight")
+                raise Invalid(f"{folder.path}: {tensor!r} and {group[role]!r} are the same piece of one weight")
             group[role] = tensor
         return groups
 
@@ -151,10 +151,10 @@ class Plain(Layout):
         return None
 
     def read(self, name, group, folder, dtype):
-        raise Refused(f"{folder.path}: {name!r} is not quantized")
+        raise Invalid(f"{folder.path}: {name!r} is not quantized")
 
     def write(self, name, weight):
-        raise Refused(f"{name!r}: a plain checkpoint holds no quantized weight")
+        raise Invalid(f"{name!r}: a plain checkpoint holds no quantized weight")
 
 
 def need(name: str, group: Group, folder: Folder, **roles: tuple[torch.dtype, ...]) -> None:
@@ -162,21 +162,21 @@ def need(name: str, group: Group, folder: Folder, **roles: tuple[torch.dtype, ..
     for role, dtypes in roles.items():
         if role not in group:
             what = f"{name!r} is not there" if role == "plain" else f"{name!r} has no {role.replace('_', ' ')}"
-            raise Refused(f"{folder.path}: {what}; found {', '.join(group.values())}")
+            raise Invalid(f"{folder.path}: {what}; found {', '.join(group.values())}")
         dtype = folder.slots[group[role]].dtype
         if dtype not in dtypes:
             accepted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-            raise Refused(
+            raise Invalid(
                 f"{folder.path}: {group[role]!r} is {str(dtype).removeprefix('torch.')}; accepted: {accepted}"
             )
     extra = next((group[role] for role in group if role not in roles), None)
     if extra is not None:
-        raise Refused(f"{folder.path}: {extra!r} has no meaning beside {', '.join(group[r] for r in roles)}")
+        raise Invalid(f"{folder.path}: {extra!r} has no meaning beside {', '.join(group[r] for r in roles)}")
 
 
 def number(folder: Folder, tensor: str) -> Tensor:
     """A tensor of one positive number, as fp32 []. Raises Refused for anything else."""
     value = folder.read(tensor).float()
     if value.numel() != 1 or not bool(value.isfinite().all() & (value > 0).all()):
-        raise Refused(f"{folder.path}: {tensor!r} is no positive number; accepted: one")
+        raise Invalid(f"{folder.path}: {tensor!r} is no positive number; accepted: one")
     return value.reshape(())

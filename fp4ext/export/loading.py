@@ -17,7 +17,7 @@ from ..policy import policies
 from ..policy.policy import Policy
 from . import arrange, naming, origin, recorded
 from .checkpoint import Checkpoint
-from .errors import Refused, shown
+from .errors import Invalid, shown
 from .fp8 import Fp8
 from .fp8_linear import Fp8Linear
 from .origin import Part
@@ -50,14 +50,14 @@ def load(
         KV cache, and weights beside those of the index, for which the model has no place.
 
     Raises:
-        Refused: a checkpoint that cannot be believed, or one that does not fit the model, which is then as it was.
-        ValueError: an unknown policy, likewise.
+        Refused: a damaged checkpoint, one that does not fit the model, or an unknown policy. The model is then as it
+            was.
     """
     checkpoint = Checkpoint(path)
     if model is None:
         return checkpoint
     if not isinstance(model, nn.Module):
-        raise Refused(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
+        raise Invalid(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
     policy = policies.get(policy or recorded.policy(checkpoint.folder.root) or "end_to_end")
     model_inside = unwrapped(model)
     # Stacks of the layout fp4ext have all of gate first, those of gpt-oss alternate, whatever the model has.
@@ -120,12 +120,12 @@ def _origins(
     odd = next((n for n in unknown if n in lengths), None)
     if odd is not None:
         what = f"{odd!r} is {shapes[odd]}; accepted: {lengths[odd]}, as in the model"
-        raise Refused(f"{checkpoint.folder.path}: {what}")
+        raise Invalid(f"{checkpoint.folder.path}: {what}")
     for what, names in (("the model has no", unknown), ("it lacks", missing)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             accepted = "accepted: a model of the same names"
-            raise Refused(f"{checkpoint.folder.path}: {what} {names[0]!r}{more}; {accepted}")
+            raise Invalid(f"{checkpoint.folder.path}: {what} {names[0]!r}{more}; {accepted}")
     return found
 
 
@@ -171,7 +171,7 @@ def _fitted(
         value = whole[parts[0].name] if _in_order(parts[0].rows) else value
     if value.numel() != old.numel():
         shape = tuple(whole[parts[0].name].shape)
-        raise Refused(f"{checkpoint.folder.path}: {name!r} is {shape}; accepted: {tuple(old.shape)}, as in the model")
+        raise Invalid(f"{checkpoint.folder.path}: {name!r} is {shape}; accepted: {tuple(old.shape)}, as in the model")
     if value.shape != old.shape:
         stands = len(parts) > 1 or len(value.shape) == 2
         value = value.reshape(old.shape[0], old.shape[2], old.shape[1]).mT if lies and stands else value.view(old.shape)
@@ -211,7 +211,7 @@ def _assembled(checkpoint: Checkpoint, parts: list[Part], whole: dict[str, Store
             made = arrange.over_each_other("", [_matrix(whole[n], rows) for n, rows in parts])
         else:
             made = arrange.pile([arrange.over_each_other("", e) for e in _by_expert(parts, whole, shape)])
-    except Refused:  # outer scales that differ
+    except Invalid:  # outer scales that differ
         return None
     return made if tuple(made.q.shape) == tuple(shape) else None
 

@@ -16,7 +16,7 @@ from .. import __version__
 from ..functional import ops
 from ..policy.formats import MXFP8, NVFP4
 from .comfy import Nibbles
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
 from .layout import Layout, Pieces, need, number
 from .stored import STOCK, Outer, stored
@@ -94,7 +94,7 @@ class ModelOpt(Layout):
 
     def write_fp8(self, name, weight):
         if not name.endswith(".weight"):
-            raise Refused(
+            raise Invalid(
                 f"{name!r}: {weight.kind}; accepted in {self.name}: modules' weights, whose names end with .weight"
             )
         stack = weight.shape[:-2]
@@ -150,18 +150,18 @@ def _algo(fmt: str, with_inputs: bool) -> str:
 def _unswizzled(what: str, codes, scales, nibbles: Nibbles):
     """Codes and block scales as all other layouts have them."""
     if codes.dim() != 2 or scales.dim() != 2:
-        raise Refused(f"{what}: codes {tuple(codes.shape)} in a file for ComfyUI; accepted: [N, K/2]")
+        raise Invalid(f"{what}: codes {tuple(codes.shape)} in a file for ComfyUI; accepted: [N, K/2]")
     n, blocks = codes.shape[0], codes.shape[1] // 8
     padded = (-(-n // 128) * 128, -(-blocks // 4) * 4)
     if tuple(scales.shape) == padded:
         if nibbles is Nibbles.UNSAID:
-            raise Refused(
+            raise Invalid(
                 f"{what}: its block scales are swizzled, and nothing says which nibble is the even element; accepted: "
                 "beside _quantization_metadata, ComfyUI's .comfy_quant tensors or modelopt's quantization_config"
             )
         scales = ops.unswizzle(scales.contiguous().flatten(), n, blocks)
     elif nibbles is Nibbles.HIGH:
-        raise Refused(f"{what}: scales {tuple(scales.shape)}; accepted: {padded}, swizzled, as ComfyUI writes them")
+        raise Invalid(f"{what}: scales {tuple(scales.shape)}; accepted: {padded}, swizzled, as ComfyUI writes them")
     if nibbles is Nibbles.HIGH:
         codes = codes << 4 | codes >> 4
     return codes, scales

@@ -23,7 +23,7 @@ from . import arrange, layouts, module, naming, recorded
 from .against import against
 from .checkpoint import Checkpoint
 from .choose import choose
-from .errors import Refused, shown
+from .errors import Invalid, shown
 from .fp8 import Fp8
 from .layout import Layout, Pieces, Written
 from .plan import Filter, Plan
@@ -129,7 +129,7 @@ def save(
     check_target(folder, overwrite)
     like = Checkpoint(like) if isinstance(like, (str, Path)) else like
     if like is not None and like.layout.name != layout.name:
-        raise Refused(f"like is in layout {like.layout.name}; accepted: {layout.name}, the layout to write")
+        raise Invalid(f"like is in layout {like.layout.name}; accepted: {layout.name}, the layout to write")
     with ExitStack() as scratch:
         src = module.of_model(source, scratch) if isinstance(source, nn.Module) else source_of(source)
         src.config = src.config if config is None else dict(config)
@@ -217,7 +217,7 @@ class _Job:
         if fits and (whole or self.layout.name == "fp4ext"):
             return weight.without_zero_scales() if self.src.model is not None and weight.per_matrix else weight
         if not self.plan.requantize:
-            raise Refused(f"{name!r}: {weight.q} does not fit into {self.layout.name}; accepted: fp4ext, or requantize")
+            raise Invalid(f"{name!r}: {weight.q} does not fit into {self.layout.name}; accepted: fp4ext, or requantize")
         made = self._anew(name, weight.q.dequantize(torch.float32))
         self.report.lost[name] = f"quantized anew, {weight.q.format} → {made.q.format}"
         return replace(made, input_amax=weight.input_amax)
@@ -264,7 +264,7 @@ class _Job:
             old = self.like.weight(name)
             if old.q.format is spec.fmt and tuple(old.q.shape) == tuple(x.shape):
                 if not bool(x.isfinite().all()):
-                    raise Refused(f"{name!r} holds NaN or infinity; accepted: finite weights")
+                    raise Invalid(f"{name!r} holds NaN or infinity; accepted: finite weights")
                 made, clipped = against(x, old)
                 if clipped:
                     self.report.clipped[name] = clipped
@@ -324,5 +324,5 @@ def check_finite(name: str, q) -> None:
     """Raises Refused where what was quantized held a NaN or an infinity: its block's scale says so."""
     try:
         check_scales(repr(name), q.format, q.scales)
-    except Refused:
-        raise Refused(f"{name!r} holds NaN or infinity; accepted: finite weights") from None
+    except Invalid:
+        raise Invalid(f"{name!r} holds NaN or infinity; accepted: finite weights") from None

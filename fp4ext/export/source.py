@@ -12,7 +12,7 @@ from ..functional.qtensor import QTensor
 from ..policy.formats import Format
 from . import kv_cache, naming
 from .checkpoint import Checkpoint
-from .errors import Refused
+from .errors import Invalid
 from .fp8 import Fp8
 from .kv_cache import KvCache
 from .stored import Stored
@@ -74,10 +74,10 @@ class InMemory(Source):
         self.weights, self.config, self.side_files = dict(weights), config or {}, []
         for name, w in self.weights.items():
             if not isinstance(name, str) or not isinstance(w, (Tensor, QTensor, Stored, Fp8)):
-                raise Refused(f"weight {name!r} is {type(w).__name__}; accepted: a name → a Tensor or QTensor")
+                raise Invalid(f"weight {name!r} is {type(w).__name__}; accepted: a name → a Tensor or QTensor")
             q = w.q if isinstance(w, Stored) else w
             if isinstance(q, (QTensor, Fp8)) and 0 in q.shape:
-                raise Refused(f"weight {name!r} is {tuple(q.shape)}; accepted: a quantized weight that is not empty")
+                raise Invalid(f"weight {name!r} is {tuple(q.shape)}; accepted: a quantized weight that is not empty")
         self.fp8 = {name for name, w in self.weights.items() if isinstance(w, Fp8)}
 
     def names(self):
@@ -117,4 +117,4 @@ def source_of(source) -> Source:
         return FromCheckpoint(source)
     if isinstance(source, Mapping):
         return InMemory(source)
-    raise Refused(f"source is {type(source).__name__}; accepted: a module, a checkpoint's path, or name → weight")
+    raise Invalid(f"source is {type(source).__name__}; accepted: a module, a checkpoint's path, or name → weight")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..functional.qtensor import QTensor
 from ..policy import formats
-from .errors import Refused
+from .errors import Invalid
 
 ONE = torch.ones(())
 STOCK = 2688.0  # 6 · 448: what amax-storing layouts divide by
@@ -184,11 +184,11 @@ def stored(
         Refused: with the name.
     """
     if codes.dim() not in (2, 3):
-        raise Refused(f"{name}: codes have shape {tuple(codes.shape)}; accepted: [N, K] or [E, N, K], packed")
+        raise Invalid(f"{name}: codes have shape {tuple(codes.shape)}; accepted: [N, K] or [E, N, K], packed")
     k = codes.shape[-1] * format.codes_per_byte
     if k % format.block or tuple(scales.shape) != (*codes.shape[:-1], k // format.block):
         wanted = f"{(*codes.shape[:-1], k // format.block)}, K in whole blocks of {format.block}"
-        raise Refused(
+        raise Invalid(
             f"{name}: codes {tuple(codes.shape)} with scales {tuple(scales.shape)}; accepted: scales {wanted}"
         )
     codes, scales = codes.view(format.codes_dtype), scales.view(format.scale_dtype)
@@ -206,14 +206,14 @@ def check_values(name: str, q: QTensor) -> None:
     """Raises Refused where an element is NaN or infinite, or its scales take it past fp32."""
     if q.format.element.bits == 8 and not bool(q.codes.float().isfinite().all()):
         what = "NaN" if bool(q.codes.float().isnan().any()) else "infinite"
-        raise Refused(f"{name}: an element is {what}; accepted: finite values")
+        raise Invalid(f"{name}: an element is {what}; accepted: finite values")
     if not q.shape.numel():
         return
     # The product of the maxima is a bound, and mostly small: then no value is computed.
     bound = q.format.element.max * q.scales.float().max().item()
     bound *= 1.0 if q.global_scale is None else q.global_scale.max().item()
     if bound >= LARGE and not bool(q.dequantize(torch.float32).bfloat16().isfinite().all()):
-        raise Refused(f"{name}: a value overflows, by its scales; accepted: finite weights")
+        raise Invalid(f"{name}: a value overflows, by its scales; accepted: finite weights")
 
 
 def check_scales(name: str, format: formats.Format, scales: Tensor) -> None:
@@ -223,7 +223,7 @@ def check_scales(name: str, format: formats.Format, scales: Tensor) -> None:
     if bool(bad.any()):
         where = tuple(bad.nonzero()[0].tolist())
         accepted = "0x00 to 0xFE" if format.scale_dtype == torch.float8_e8m0fnu else "0x00 to 0x7E"
-        raise Refused(
+        raise Invalid(
             f"{name}: scale byte {data[where].item():#04x} at {where} is NaN or negative; accepted: {accepted}"
         )
 
@@ -234,20 +234,20 @@ def check_outer(name: str, outer: Outer, codes: Tensor) -> Outer:
     parts = []
     for part, least in ((outer.numerator, 0.0), (outer.denominator, torch.finfo(torch.float32).tiny)):
         if part.dtype != torch.float32:
-            raise Refused(f"{name}: outer scale is {part.dtype}; accepted: float32")
+            raise Invalid(f"{name}: outer scale is {part.dtype}; accepted: float32")
         if part.numel() not in (1, *stack) or part.dim() > 3:
-            raise Refused(
+            raise Invalid(
                 f"{name}: outer scale has shape {tuple(part.shape)}; accepted: one number, or one for each expert"
             )
         part = part.reshape(-1)
         good = part.isfinite() & (part >= least)
         if not bool(good.all()):
-            raise Refused(f"{name}: outer scale has {part[~good][0].item()} in it; accepted: finite, positive")
+            raise Invalid(f"{name}: outer scale has {part[~good][0].item()} in it; accepted: finite, positive")
         parts.append(part.reshape(()) if part.numel() == 1 else part)
     numerator, denominator = parts
     outer = Outer(numerator.expand(stack).contiguous(), denominator)
     if not bool(outer.value.isfinite().all()):
-        raise Refused(f"{name}: the outer scale overflows fp32; accepted: a finite one")
+        raise Invalid(f"{name}: the outer scale overflows fp32; accepted: a finite one")
     return outer
 
 
