@@ -19,7 +19,7 @@ from fp4ext import Spec
 from fp4ext.audit import advise, explain, machines
 from fp4ext.audit.capture import capture
 from fp4ext.audit.cost_model import Shape, cost
-from fp4ext.audit.operand import measure
+from fp4ext.audit.operand import measured, observe
 from fp4ext.testing import generate
 from fp4ext.train import Preset, data
 from fp4ext.train import Shape as ModelShape
@@ -75,7 +75,7 @@ def averages(tensors: dict[str, torch.Tensor]) -> dict:
     found = {}
     for axis, (title, x) in zip(axes, tensors.items(), strict=True):
         for name, key in RULES.items():
-            m = found[title, name] = measure(x, Spec.parse(key), -1, "x", {"x": x}, draws=64)[1]
+            m = found[title, name] = measured([observe(x, Spec.parse(key), -1, "x", {"x": x}, draws=64)])[1]
             if m.law.draws == 1:
                 axis.axhline(m.mse, color="black", linewidth=1, label=name)
             else:
@@ -103,7 +103,7 @@ def block_scales(x: torch.Tensor) -> tuple[list, dict]:
     axis.set_title("16 activations (above) and their images (below) on the grid that each scale gives", fontsize=10)
     save(figure, "scales")
     rules = ("mxfp4", "nvfp4/amax", "nvfp4/four_over_six", "nvfp4/sweep", "mxfp8")
-    return blocks, {key: measure(x, Spec.parse(key), -1, "x", {"x": x})[1].mse for key in rules}
+    return blocks, {key: measured([observe(x, Spec.parse(key), -1, "x", {"x": x})])[1].mse for key in rules}
 
 
 def prices() -> dict:

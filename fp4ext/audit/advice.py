@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from ..errors import Refused
-from ..nn.noise import SQRT3
 from ..policy import policy_file
 from ..policy.policy import Policy
 from ..policy.recipe import Dgrad, Fprop, Recipe, Wgrad
@@ -29,10 +28,10 @@ from ..policy.spec import Spec
 from .calibrate import Here
 from .capture import Layer, Loss, capture, layers_of, loss_of, mean_loss, plain, under
 from .cost_model import layer_seconds
-from .layer import HAT, Row, judge
+from .layer import DRIFT, HAT, Row, judge
 from .machines import Machine
 from .operations import Op, of_layer
-from .report import DRIFT, SATURATION, UNDERFLOW
+from .report import found_in
 
 GOALS = ("error", "bias", "speed", "memory")
 FEW = 0.25  # share of the modules that may be faulty under a candidate that is sound
@@ -222,17 +221,16 @@ def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine, d
 
 def _fault(row: Row) -> str:
     """What is wrong with an operand or a product, and how much; "" where nothing is."""
-    m, place = row.measured, f"of {row.gemm} {row.what}"
-    if m.non_finite > 0:
-        return f"{m.non_finite:.1%} of the blocks {place} are not finite"
-    if row.gemm != "fprop" and m.law.drifts and m.law.floor.low > DRIFT:
-        return f"{m.law.floor.mean:.1e} of the energy {place} is drift"
-    if row.gemm != "fprop" and row.is_product and m.snr_ratio < SQRT3:
-        return f"the noise {place} drowns it, at {m.snr_ratio:.2g} times the noise"
-    for share, limit, what in ((m.saturation, SATURATION, "saturate"), (m.underflow, UNDERFLOW, "underflow")):
-        if share > limit:
-            return f"{share:.1%} of the blocks {place} {what}"
-    return ""
+    kind, size = next(found_in(row), ("", 0.0))
+    of = f"of {row.gemm} {row.what}"
+    return {
+        "": "",
+        "non-finite": f"{size:.1%} of the blocks {of} are not finite",
+        "drift": f"{size:.1e} of the energy {of} is drift",
+        "noise": f"the noise {of} drowns it: its norm is {size:.2g} times the noise",
+        "saturation": f"{size:.1%} of the blocks {of} saturate",
+        "underflow": f"{size:.1%} of the blocks {of} underflow",
+    }[kind]
 
 
 def _policy(name: str, fprop: Fprop, pretrain: Recipe) -> Policy:

@@ -73,16 +73,20 @@ class Law:
     @property
     def ratio(self) -> Interval:
         """B·err(B)/err(1) at B = 256: 1 where nothing drifts, 256 where all of the error does."""
-        return Interval(*(self._ratio(floor) for floor in (self.floor.mean, self.floor.low, self.floor.high)))
-
-    def _ratio(self, floor: float) -> float:
-        one = self.variance + floor
-        return min(max((self.variance + AT * floor) / one, 0.0), float(AT)) if one > 0 else 1.0
+        return Interval(
+            *(ratio_of(self.variance, floor) for floor in (self.floor.mean, self.floor.low, self.floor.high))
+        )
 
     @property
     def drifts(self) -> bool:
         """Whether drift is there beyond doubt, by the gate of docs/numerics.md, 8."""
         return self.ratio.low > UNBIASED
+
+
+def ratio_of(variance: float, floor: float) -> float:
+    """B·err(B)/err(1) at B = AT, within [0, AT]; 1 for an error of zero."""
+    one = variance + floor
+    return min(max((variance + AT * floor) / one, 0.0), float(AT)) if one > 0 else 1.0
 
 
 def fit(errors: Tensor, power: float) -> Law:

@@ -14,8 +14,9 @@ import torch
 from ..errors import Refused
 from ..functional.quantization import quantize
 from ..policy.spec import Spec
+from ..reference.elements import E2M1_VALUES
 
-E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_GRID = E2M1_VALUES
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from html import escape
 
+from ..nn.noise import SQRT3
 from ..pages.chart import Line, chart
 from ..pages.page import figure, page, pairs, soft, table
 from .advice import Advice
-from .averaging import Interval
+from .averaging import Interval, ratio_of
 from .layer import PRODUCTS, Row
-from .report import DRIFT, Report
+from .report import Report
 
 SIZES = (940, 380), (360, 300)  # of the wide and of the narrow chart, pixels
 
@@ -101,8 +103,8 @@ def _curves(report: Report) -> str:
         if not made:
             continue
         sizes = [b for b, _ in made[0].curve]
-        measured = [(b, _mean(law.curve[i][1] for law in made)) for i, b in enumerate(sizes)]
-        fitted = [(2**i, _mean(law.err(2**i) for law in made)) for i in range(9)]
+        measured = [(b, mean(law.curve[i][1] for law in made)) for i, b in enumerate(sizes)]
+        fitted = [(2**i, mean(law.err(2**i) for law in made)) for i in range(9)]
         lines += [Line(f"{policy}, fit", fitted, _hue(hue), faint=True), Line(policy, measured, _hue(hue))]
     legend = [(_hue(hue), policy) for hue, policy in enumerate(report.policies, 1)]
     return _figure(lines, "Error of the mean of B draws", "relative error", legend, "draws averaged, B", log=True)
@@ -119,9 +121,9 @@ def _policies(report: Report) -> str:
     rows = []
     for policy in report.policies:
         mine = report.rows[policy]
-        forward = _mean(r.measured.mse for r in mine if r.what == "y")
-        error = _mean(r.measured.mse for r in _gradients(mine))
-        floor = _mean(r.measured.law.floor.mean for r in _gradients(mine))
+        forward = mean(r.measured.mse for r in mine if r.what == "y")
+        error = mean(r.measured.mse for r in _gradients(mine))
+        floor = mean(r.measured.law.floor.mean for r in _gradients(mine))
         loss, gap = report.losses[policy], 1e3 * (report.losses[policy] - report.losses["bf16"])
         ratio = min(report.ratios.get(policy, {}).values(), default=math.inf)
         numbers = [
@@ -129,7 +131,7 @@ def _policies(report: Report) -> str:
             _number(gap, "+.1f"),
             *(_number(1e3 * v, ".3f") for v in (forward, error, floor)),
         ]
-        rows.append([policy, *numbers, _number(ratio, ".2f", ratio < math.sqrt(3))])
+        rows.append([policy, *numbers, _number(ratio, ".2f", ratio < SQRT3)])
     return table(headings, rows, [_hue(i + 1) for i in range(len(rows))])
 
 
@@ -154,17 +156,16 @@ def _means(rows: list[Row]) -> str:
     for gemm, what, key in kinds:
         mine = [r for r in rows if (r.gemm, r.what, r.spec.key if r.spec else "") == (gemm, what, key)]
         m = [r.measured for r in mine]
-        floor, variance = _mean(x.law.floor.mean for x in m), _mean(x.law.variance for x in m)
-        ratio = (variance + 256 * max(floor, 0.0)) / (variance + max(floor, 0.0)) if variance + floor > 0 else 1.0
-        mse = _mean(x.mse for x in m)
-        drifts = gemm != "fprop" and any(x.law.drifts and x.law.floor.low > DRIFT for x in m)
+        floor, variance = mean(x.law.floor.mean for x in m), mean(x.law.variance for x in m)
+        mse = mean(x.mse for x in m)
+        drifts = any(r.drifts for r in mine)
         numbers = [
             _number(1e3 * mse, ".3f"),
-            _number(1e3 * _mean(x.signed.mean for x in m), "+.2f"),
-            _number(1e3 * _mean(x.misalignment for x in m), "+.2f"),
+            _number(1e3 * mean(x.signed.mean for x in m), "+.2f"),
+            _number(1e3 * mean(x.misalignment for x in m), "+.2f"),
             _number(1e3 * variance, ".3f"),
             _number(1e3 * floor, ".3f", drifts),
-            _number(ratio, ".1f", drifts),
+            _number(ratio_of(variance, max(floor, 0.0)), ".1f", drifts),
             _number(-10 * math.log10(mse) if mse > 0 else math.inf, ".1f"),
             *_shares(m, what in PRODUCTS.values()),
         ]
@@ -176,14 +177,13 @@ def _rows(rows: list[Row]) -> str:
     cells = []
     for row in rows:
         m, law = row.measured, row.measured.law
-        drifts = row.gemm != "fprop" and law.drifts and law.floor.low > DRIFT
         numbers = [
             _number(1e3 * m.mse, ".3f"),
             (_interval(m.signed), m.signed.mean),
             _number(1e3 * m.misalignment, "+.2f"),
             _number(1e3 * law.variance, ".3f"),
-            (_interval(law.floor), law.floor.mean, drifts),
-            (_interval(law.ratio, 1.0), law.ratio.mean, drifts),
+            (_interval(law.floor), law.floor.mean, row.drifts),
+            (_interval(law.ratio, 1.0), law.ratio.mean, row.drifts),
             _number(m.snr, ".1f"),
             *_shares([m], row.is_product),
         ]
@@ -196,7 +196,7 @@ def _rows(rows: list[Row]) -> str:
 def _shares(measured, product: bool) -> list:
     if product:
         return ["–", "–", "–"]
-    means = (_mean(getattr(m, what) for m in measured) for what in ("flushed", "underflow", "saturation"))
+    means = (mean(getattr(m, what) for m in measured) for what in ("flushed", "underflow", "saturation"))
     return [_number(100 * value, ".2f") for value in means]
 
 
@@ -234,7 +234,7 @@ def _layers(report: Report) -> str:
         channels = ", ".join(f"{i} (×{times:.0f})" for i, times in f["outlier_channels"][:3]) or "–"
         ratios = [report.ratios.get(policy, {}).get(name) for policy in report.policies]
         numbers = [_number(max(amax["x"]), ".3g"), _number(amax["w"], ".3g"), _number(max(amax["dy"]), ".2e")]
-        shown = ["–" if r is None else _number(r, ".1f", r < math.sqrt(3)) for r in ratios]
+        shown = ["–" if r is None else _number(r, ".1f", r < SQRT3) for r in ratios]
         rows.append(
             [
                 name,
@@ -282,7 +282,8 @@ def _advice(advice: Advice) -> list[str]:
     return [*parts, f"<pre>{escape(advice.text())}</pre>"]
 
 
-def _mean(values) -> float:
+def mean(values: Iterable[float]) -> float:
+    """The arithmetic mean; 0 of nothing."""
     values = list(values)
     return sum(values) / len(values) if values else 0.0
 

@@ -20,6 +20,8 @@ from ..policy.spec import Spec
 from .capture import Layer
 from .operand import DRAWS, ENTRIES, Draws, Measured, measured, nearest, observe, sampled
 
+DRIFT = 1e-4  # of a gradient's energy: a bias of 1 % of its norm
+HAT = "\u0302"  # combines with the letter before it: what the forward quantized
 GEMMS = ("fprop", "dgrad", "wgrad")
 PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
 
@@ -47,6 +49,12 @@ class Row:
     @property
     def is_product(self) -> bool:
         return self.what == PRODUCTS[self.gemm]
+
+    @property
+    def drifts(self) -> bool:
+        """Whether it belongs to the backward, and averages beyond doubt to something else than the truth."""
+        law = self.measured.law
+        return self.gemm != "fprop" and law.drifts and law.floor.low > DRIFT
 
 
 def judge(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
@@ -113,9 +121,6 @@ def products(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
         of = nearest(found)
         rows.append(Row(layer.name, gemm, what, None, of, found[of]))
     return rows
-
-
-HAT = "\u0302"
 
 
 def _forward(t: Tensor, spec: Spec | None) -> QTensor | Tensor:

@@ -1,4 +1,4 @@
-"""measure: what one Spec does to one tensor, as one operand of one GEMM.
+"""What one Spec does to one tensor, as one operand of one GEMM.
 
 Error and drift are taken in fp64 against the truth in its own frame: an operand that is rotated (RHT) is rotated back,
 since each draw rotates differently and only what comes back can be averaged. Range faults, underflow and saturation,
@@ -146,13 +146,6 @@ class Seen:
 def nearest(found: dict[str, Measured]) -> str:
     """Of what was measured against several truths: the truth that the mean comes closest to."""
     return min(found, key=lambda of: max(found[of].law.floor.mean, 0.0) + 1e-9 * found[of].mse)
-
-
-def measure(
-    source: Tensor | QTensor, spec: Spec, axis: int, role: str, truths: dict[str, Tensor], draws: int = DRAWS
-) -> tuple[str, Measured]:
-    """What `spec` does to a tensor: see `observe` and `measured`."""
-    return measured([observe(source, spec, axis, role, truths, draws)])
 
 
 def measured(seen: Sequence[Seen]) -> tuple[str, Measured]:

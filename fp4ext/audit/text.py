@@ -10,10 +10,8 @@ from rich.table import Table
 
 from .advice import Advice
 from .cost_model import Cost
-from .html import _mean, summary
-from .report import DRIFT, Report
-
-KINDS = ("fprop", "dgrad", "wgrad")
+from .html import mean, summary
+from .report import Report
 
 
 def print_report(report: Report, console: Console, most: int = 12) -> None:
@@ -25,12 +23,15 @@ def print_report(report: Report, console: Console, most: int = 12) -> None:
     for policy in report.policies:
         rows = report.rows[policy]
         for gemm, what in dict.fromkeys((r.gemm, r.what) for r in rows):
-            m = [r.measured for r in rows if (r.gemm, r.what) == (gemm, what)]
-            mse, floor = _mean(x.mse for x in m), _mean(x.law.floor.mean for x in m)
-            bad = gemm != "fprop" and any(x.law.drifts and x.law.floor.low > DRIFT for x in m)
+            mine = [r for r in rows if (r.gemm, r.what) == (gemm, what)]
+            m = [r.measured for r in mine]
+            mse, floor = mean(x.mse for x in m), mean(x.law.floor.mean for x in m)
             ratio = min((x.snr_ratio for x in m), default=math.inf) if what == "dw" else math.inf
-            numbers = [f"{1e3 * mse:.3f}", f"{1e3 * _mean(x.signed.mean for x in m):+.2f}"]
-            numbers += [f"{1e3 * _mean(x.law.variance for x in m):.3f}", f"{'[red]' if bad else ''}{1e3 * floor:.3f}"]
+            numbers = [f"{1e3 * mse:.3f}", f"{1e3 * mean(x.signed.mean for x in m):+.2f}"]
+            numbers += [
+                f"{1e3 * mean(x.law.variance for x in m):.3f}",
+                f"{'[red]' if any(r.drifts for r in mine) else ''}{1e3 * floor:.3f}",
+            ]
             numbers += [
                 f"{-10 * math.log10(mse):.1f}" if mse > 0 else "exact",
                 f"{ratio:.1f}" if ratio < math.inf else "",

@@ -25,7 +25,7 @@ INPUTS = {"input_scale", "input_amax"}
 
 
 @dataclass
-class Row:
+class WeightRow:
     """A quantized weight, or several whose names differ in numbers alone.
 
     Attributes:
@@ -65,7 +65,7 @@ class Inspection:
     layout: str
     shards: int
     bytes: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[WeightRow] = field(default_factory=list)
     plain: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
@@ -107,7 +107,7 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
     folder = checkpoint.folder
     size = sum(slot.nbytes for slot in folder.slots.values())
     found = Inspection(Path(path), checkpoint.layout.name, len(folder.shards), size)
-    rows: dict[tuple, Row] = {}
+    rows: dict[tuple, WeightRow] = {}
     names: dict[tuple, str] = {}
     with Bar(size, progress) as bar:
         for name in sorted(checkpoint, key=naming.natural):
@@ -117,7 +117,7 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
                 continue
             pattern = _pattern(name)
             kind = pattern, "fp8" if fmt is None else fmt.name, checkpoint.shape(name)
-            row = rows.setdefault(kind, Row(*kind))
+            row = rows.setdefault(kind, WeightRow(*kind))
             names[kind] = name
             try:
                 _add(row, checkpoint, name)
@@ -132,7 +132,7 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
     return found
 
 
-def _add(row: Row, checkpoint: Checkpoint, name: str) -> None:
+def _add(row: WeightRow, checkpoint: Checkpoint, name: str) -> None:
     weight = checkpoint.weight(name)
     if isinstance(weight, Fp8):
         row.format = weight.kind

@@ -20,8 +20,9 @@ from ..policy import formats
 from .errors import Invalid
 
 ONE = torch.ones(())
-STOCK = 2688.0  # 6 · 448: what amax-storing layouts divide by
-ROOMY = 1536.0  # 6 · 256: what rules with room above divide by (numerics, 2)
+# amax / outer scale, in layouts that store an amax: as it is, and for rules that leave room above (numerics, 2).
+STOCK = formats.NVFP4.element.max * formats.E4M3.max
+ROOMY = formats.NVFP4.element.max * 256
 LARGE = 2.0**127
 ULP = 2.0**-23  # of fp32, relative, at most
 _MIN_E4M3 = 0x01

@@ -8,7 +8,7 @@ from fp4ext import Spec, policies
 from fp4ext.audit import Monitor, advise, live, machines
 from fp4ext.audit.capture import bare, capture, layers_of, under
 from fp4ext.audit.layer import operands, products
-from fp4ext.audit.operand import measure
+from fp4ext.audit.operand import measured, observe
 from fp4ext.functional.grouped import grouped_quantize
 from fp4ext.nn.experts import Experts, grouped_linear
 from fp4ext.testing import assert_bytes_equal, generate
@@ -74,7 +74,7 @@ def test_a_contraction_with_padding_is_no_drift(rows):
     """Experts have any number of rows. What rotation puts into the padding of a block is a part of x too."""
     x = generate("gaussian", rows, 256, seed=3)
     spec = Spec("nvfp4", "sweep", "eden", rht="128x2")
-    _, m = measure(x, spec, -2, "x", {"x": x}, draws=24)
+    _, m = measured([observe(x, spec, -2, "x", {"x": x}, draws=24)])
     assert not m.law.drifts and m.mse == pytest.approx(7.2e-3, rel=0.15)
 
 
