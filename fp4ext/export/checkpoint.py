@@ -18,6 +18,8 @@ from .fp8 import Fp8
 from .layout import Group, Layout
 from .stored import Stored
 
+AnyWeight = Stored | Fp8 | Tensor
+
 
 class Checkpoint(Mapping):
     """Weight name → QTensor, Fp8, or Tensor where it is not quantized. Nothing is read before it is asked for.
@@ -64,7 +66,7 @@ class Checkpoint(Mapping):
         weight = self.weight(name)
         return weight.q if isinstance(weight, Stored) else weight
 
-    def __contains__(self, name) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._groups
 
     def __iter__(self) -> Iterator[str]:
@@ -73,7 +75,7 @@ class Checkpoint(Mapping):
     def __len__(self) -> int:
         return len(self._groups)
 
-    def weight(self, name: str) -> Stored | Fp8 | Tensor:
+    def weight(self, name: str) -> AnyWeight:
         """A weight, its outer scale in the file's own numbers. Raises KeyError, or Refused for one that is faulty."""
         if name in self.fp8:
             return fp8.read(self.folder, name, self.fp8[name], config_dtype(self.config))

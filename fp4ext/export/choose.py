@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,20 +66,20 @@ def choose(src: Source, policy: Policy | Spec | str | None, layout: Layout) -> C
     given = policy_of(policy, layout)
     used = given or policies.get("end_to_end")
     plain = [n for n in src.names() if src.format(n) is None and n not in src.fp8]
-    model, by = getattr(src, "model", None), "the modules of the model"
+    model, by = src.model, "the modules of the model"
     if model is None and plain:
         model, by = described.by_class(src.config, len(src.names()))
     made = Chosen(by=by, policy=None if isinstance(policy, Spec) or _is_key(policy) else used)
     made.spec_of = lambda name: used.recipe("rl_sampler", naming.module(name)).fprop.w
     known = {} if model is None else _owners(model, src, plain)
-    if not known:
+    if model is None or not known:
         made.by = f"names alone, for {by if model is None else f'{by} has none of these names'}"
         _by_names(made, src, plain, used, layout)
         return made
     decided = given is None and _is_converted(model)
     specs, why = _converted(model) if decided else _decided(model, used)
     if decided:
-        of = {m.policy for m in model.modules() if isinstance(m, CONVERTED)}
+        of = {p for m in model.modules() if isinstance(m, CONVERTED) and isinstance(p := m.policy, Policy)}
         made.policy = of.pop() if len(of) == 1 else None
         made.spec_of = lambda name: specs.get(known.get(name, [("", "")])[0][0], used.recipe("rl_sampler", "").fprop.w)
     modules = dict(named_modules(model))
@@ -92,7 +93,7 @@ def policy_of(policy: Policy | Spec | str | None, layout: Layout) -> Policy | No
     """What a caller's `policy` means, None where the model's own counts. Raises Refused."""
     if policy is None and layout.formats == (formats.MXFP4,):
         policy = "mxfp4"
-    if _is_key(policy):
+    if isinstance(policy, str) and _is_key(policy):
         try:
             policy = Spec.parse(policy)
         except ValueError as error:
@@ -113,7 +114,7 @@ def policy_of(policy: Policy | Spec | str | None, layout: Layout) -> Policy | No
     return policy
 
 
-def _is_key(policy) -> bool:
+def _is_key(policy: object) -> bool:
     """Whether it is a text that is the name of no policy, and so may be a Spec's key."""
     return isinstance(policy, str) and policy not in policies.names() and not policy.endswith(policy_file.SUFFIXES)
 
@@ -134,7 +135,9 @@ def _decided(model: nn.Module, policy: Policy) -> tuple[dict[str, Spec], dict[st
 
 def _converted(model: nn.Module) -> tuple[dict[str, Spec], dict[str, str]]:
     """The same of a model that was converted: its layers say."""
-    specs, why = {}, {}
+    specs: dict[str, Spec] = {}
+    why: dict[str, str] = {}
+    m: Any  # the layers of CONVERTED have `recipes`, which not all of their classes declare
     for name, m in named_modules(model):
         if isinstance(m, CONVERTED) and not isinstance(m, module.PACKED):
             spec = m.recipes["rl_sampler"].fprop.w
@@ -159,7 +162,16 @@ def _owners(model: nn.Module, src: Source, plain: list[str]) -> dict[str, list[t
     return {name: owners[name] for name in plain if name in owners}
 
 
-def _one(made: Chosen, name: str, src: Source, owners, specs, why, modules: dict[str, nn.Module], by: str) -> None:
+def _one(
+    made: Chosen,
+    name: str,
+    src: Source,
+    owners: list[tuple[str, str]],
+    specs: dict[str, Spec],
+    why: dict[str, str],
+    modules: dict[str, nn.Module],
+    by: str,
+) -> None:
     """What becomes of one weight whose parameters are known."""
     if len(src.shape(name)) < 2:
         return

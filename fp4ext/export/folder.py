@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Container
 from functools import cached_property
 from pathlib import Path
 
@@ -71,6 +72,21 @@ class Folder:
     def root(self) -> Path:
         return self.path if self.path.is_dir() else self.path.parent
 
+    @property
+    def quantization(self) -> dict:
+        """quantization_config of config.json, {} where it has none."""
+        return _object(self.config.get("quantization_config"))
+
+    @property
+    def hf_quantization(self) -> dict:
+        """The entry `quantization` of hf_quant_config.json, {} where there is none."""
+        return _object(self.quant_config.get("quantization"))
+
+    @property
+    def is_of_modelopt(self) -> bool:
+        """Whether a config says that modelopt wrote the checkpoint."""
+        return bool(self.quant_config) or self.quantization.get("quant_method") == "modelopt"
+
     def read(self, name: str) -> Tensor:
         """One tensor. Raises Refused where the file has changed since it was opened."""
         slot = self.slots[name]
@@ -98,9 +114,9 @@ class Folder:
     @cached_property
     def comfy(self) -> dict[str, comfy.Nibbles]:
         """What ComfyUI's markers say of modules, see comfy.py."""
-        return comfy.markers(self)
+        return comfy.markers(self.path, self.metadata, self.slots, self.read)
 
-    def without(self, names) -> Folder:
+    def without(self, names: Container[str]) -> Folder:
         """The same folder as if it had no tensors of these names."""
         other = copy.copy(self)
         other.slots = {name: slot for name, slot in self.slots.items() if name not in names}
@@ -203,6 +219,10 @@ class Folder:
         for key, value in header.metadata.items():
             if self.metadata.setdefault(key, value) != value:
                 raise Invalid(f"{shard}: metadata {key!r} differs between shards; accepted: one value")
+
+
+def _object(value: object) -> dict:
+    return value if isinstance(value, dict) else {}
 
 
 def read_object(path: Path) -> dict:

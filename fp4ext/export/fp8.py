@@ -12,6 +12,7 @@ conversion, and a loaded layer dequantizes them (fp8_linear.py). They stand besi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -70,7 +71,7 @@ class Fp8:
     @property
     def kind(self) -> str:
         """A name for people: "fp8_e4m3/block128x128"."""
-        size = f"{self.block[0]}x{self.block[1]}" if self.strategy == "block" else ""
+        size = f"{self.block[0]}x{self.block[1]}" if self.block is not None and self.strategy == "block" else ""
         return f"fp8_{ELEMENTS[self.codes.dtype]}/{self.strategy}{size}"
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -134,19 +135,17 @@ def block_of(folder: Folder, name: str, pieces: Pieces) -> tuple[int, int] | Non
     *stack, n, k = folder.slots[name].shape
     given = folder.slots[pieces["scale"]].shape
     shape = tuple(d for d in given if d != 1) if len(given) > len(stack) + 2 else given
-    total = 1
-    for d in given:
-        total *= d
+    total = math.prod(given)
     if total == 1 and len(given) >= 2 and max(n, k) > 1:  # a matrix of one block, in a checkpoint of blocks
         named = pieces["scale"].endswith("_inv") or len(given) == 4
-        for rows, columns in (*_declared(folder.config), *([BLOCK] if named else [])):
+        for rows, columns in (*_declared(folder.quantization), *([BLOCK] if named else [])):
             if n <= rows and k <= columns and not stack:
                 return rows, columns
     if total == 1 or (stack and given in ((stack[0],), (stack[0], 1, 1))):
         return None
     if shape in ((*stack, n), (*stack, n, 1)):
         return 1, k
-    for rows, columns in (*_declared(folder.config), BLOCK, (1, BLOCK[1])):
+    for rows, columns in (*_declared(folder.quantization), BLOCK, (1, BLOCK[1])):
         if shape == (*stack, -(-n // rows), -(-k // columns)) or (
             len(given) > len(stack) + 2 and total == -(-n // rows) * -(-k // columns) * (stack[0] if stack else 1)
         ):
@@ -157,17 +156,15 @@ def block_of(folder: Folder, name: str, pieces: Pieces) -> tuple[int, int] | Non
     )
 
 
-def _declared(config: dict) -> list[tuple[int, int]]:
-    """The block sizes that a config names."""
-    about = config.get("quantization_config")
-    about = about if isinstance(about, dict) else {}
+def _declared(about: dict) -> list[tuple[int, int]]:
+    """The block sizes that a quantization_config names."""
     groups = about.get("config_groups")
     found = [about.get("weight_block_size")]
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         found.append(weights.get("block_structure") if isinstance(weights, dict) else None)
     return [
-        tuple(size)
+        (size[0], size[1])
         for size in found
         if isinstance(size, list) and len(size) == 2 and all(type(d) is int and 0 < d < 2**31 for d in size)
     ]

@@ -15,6 +15,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -103,7 +104,7 @@ def read_header(path: Path) -> Header:
     return Header(slots, metadata)
 
 
-def parse_json(data: bytes, path: Path):
+def parse_json(data: bytes, path: Path) -> Any:
     """files.parse_json of what a stranger's file holds.
 
     Raises:
@@ -115,8 +116,8 @@ def parse_json(data: bytes, path: Path):
         raise Invalid(f"{path}: not valid JSON ({error}); accepted: a JSON object") from None
 
 
-def _slot(path: Path, name: str, entry) -> Slot:
-    def refuse(what: str, accepted: str):
+def _slot(path: Path, name: str, entry: Any) -> Slot:
+    def refuse(what: str, accepted: str) -> NoReturn:
         raise Invalid(f"{path}: tensor {_short(name)}: {what}; accepted: {accepted}")
 
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -151,7 +152,7 @@ def _check_cover(path: Path, slots: dict[str, Slot], size: int) -> None:
         raise Invalid(f"{path}: {size - at} bytes after the last tensor; accepted: data without holes")
 
 
-def _count(n) -> bool:
+def _count(n: object) -> bool:
     return type(n) is int and 0 <= n < 2**53
 
 
@@ -163,6 +164,6 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _short(value, most: int = 120) -> str:
+def _short(value: object, most: int = 120) -> str:
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}…"

@@ -82,7 +82,9 @@ class Inspection:
         if self.rows:
             elements = sum(row.elements for row in self.rows)
             lines[0] += f"; {packed} quantized weights of {elements:,} elements at {self.bits:.2f} bits"
-            table = [("weights", "format", "shape", "n", "bits", "outer scale", "block scales", "zero", "at max")]
+            table: list[tuple[str, ...]] = [
+                ("weights", "format", "shape", "n", "bits", "outer scale", "block scales", "zero", "at max")
+            ]
             for row in self.rows:
                 outer = "–" if row.outer is None else _range(row.outer)
                 scale = "–" if row.scale is None else _range(row.scale)
@@ -140,6 +142,7 @@ def _add(row: WeightRow, checkpoint: Checkpoint, name: str) -> None:
         row.weights, row.elements = row.weights + 1, row.elements + weight.shape.numel()
         row.bytes, row.scale = row.bytes + checkpoint.nbytes(name), _widen(row.scale, weight.scale.float())
         return
+    assert isinstance(weight, Stored)
     scales = weight.q.scales.float()
     zero = _zero_blocks(weight)
     used = scales[~zero] if bool((~zero).any()) else scales[:0]
@@ -190,11 +193,8 @@ def _note_plain(found: Inspection, checkpoint: Checkpoint, name: str) -> None:
 
 def _config_faults(checkpoint: Checkpoint) -> list[str]:
     """Where the config says otherwise than the tensors. A reader may believe either."""
-    about = checkpoint.config.get("quantization_config")
-    about = about if isinstance(about, dict) else {}
-    lists = [about.get("ignore"), about.get("modules_to_not_convert")]
-    quantization = checkpoint.folder.quant_config.get("quantization")
-    lists.append(quantization.get("exclude_modules") if isinstance(quantization, dict) else None)
+    about, also = checkpoint.folder.quantization, checkpoint.folder.hf_quantization
+    lists = [about.get("ignore"), about.get("modules_to_not_convert"), also.get("exclude_modules")]
     excluded = [p for found in lists if isinstance(found, list) for p in found if isinstance(p, str)]
     faults = []
     listed_by = _matcher(excluded)

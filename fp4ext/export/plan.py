@@ -110,11 +110,11 @@ class Plan:
             if name in done:
                 continue
             unit = [name]
-            match = naming.SEPARATE.match(name)
-            if match and self.layout.experts_only and (name in self.specs or self.src.format(name)):
-                part = naming.PARTS.get(match["part"], match["part"])
+            separate = self.layout.experts_only and naming.SEPARATE.match(name)
+            if separate and (name in self.specs or self.src.format(name)):
+                experts, _, part = naming.of_expert(name)
                 wanted = {"down_proj"} if part == "down_proj" else {"gate_proj", "up_proj"}
-                unit = [other for other in self.names if self._of_experts(other, match["experts"], wanted)]
+                unit = [other for other in self.names if self._of_experts(other, experts, wanted)]
                 odd = next((n for n in unit if self._kind(n) != self._kind(name)), None)
                 if odd is not None and not (self.requantize and all(map(self.src.format, unit))):
                     what = f"{odd!r} and {name!r} would be in one stack, and are not quantized alike"
@@ -136,11 +136,13 @@ class Plan:
         """Whether a weight shares an outer scale with others of its unit."""
         return self._shares(name) is not None
 
-    def _kind(self, name: str):
+    def _kind(self, name: str) -> Spec | formats.Format | None:
         """How a weight is, or will be, quantized."""
         return self.specs.get(name) or self.src.format(name)
 
     @staticmethod
     def _of_experts(name: str, experts: str, parts: set[str]) -> bool:
-        match = naming.SEPARATE.match(name)
-        return bool(match) and match["experts"] == experts and naming.PARTS.get(match["part"], match["part"]) in parts
+        if not naming.SEPARATE.match(name):
+            return False
+        owner, _, part = naming.of_expert(name)
+        return owner == experts and part in parts

@@ -68,16 +68,18 @@ class Outer:
         m, exact = self.as_multiplier()
         same = self.denominator.unique()
         own = (self.numerator, same[0] if len(same) == 1 else self.denominator)
-        found = [own] if len(same) == 1 and (not exact or same.item() in (STOCK, ROOMY)) else []
+        found: list[tuple[Tensor, Tensor]] = []
+        if len(same) == 1 and (not exact or same.item() in (STOCK, ROOMY)):
+            found.append(own)
         found += [pair for d in (STOCK, ROOMY, 2048.0) if (pair := _amax_over(m, torch.tensor(d))) is not None]
         found += [own]
         if len(m.unique()) == 1 and m.flatten()[0] > 0:
             over = torch.arange(128, 256) / 128 / m.flatten()[0]
             found += [pair for d in over if d.isfinite() and (pair := _amax_over(m, d)) is not None]
-        if all(_off_in_bf16(*pair, m) > 0 for pair in found):
+        if all(_off_in_bf16(a, d, m) > 0 for a, d in found):
             eights = [((m * d).bfloat16().float(), torch.tensor(d)) for d in (STOCK, ROOMY)]
-            found += [pair for pair in eights if _off_in_bf16(*pair, m) <= ULP]
-        amax, denominator = min(found, key=lambda pair: _off_in_bf16(*pair, m))
+            found += [(a, d) for a, d in eights if _off_in_bf16(a, d, m) <= ULP]
+        amax, denominator = min(found, key=lambda pair: _off_in_bf16(pair[0], pair[1], m))
         return amax, denominator, _off_in_bf16(amax, denominator, m)
 
 
@@ -122,6 +124,12 @@ class Stored:
         elif len(q.shape) == 3 and n.shape == (q.shape[0], 1, 1):
             n = n.reshape(-1)
         return cls(q, Outer(n.contiguous()), input_amax)
+
+    @property
+    def nvfp4_outer(self) -> Outer:
+        """The outer scale of a weight of NVFP4, the format that has one."""
+        assert self.outer is not None, f"{self.q.format} has no outer scale"
+        return self.outer
 
     @property
     def per_matrix(self) -> bool:

@@ -79,7 +79,7 @@ class Writer:
         self._held += tensor.nbytes
         self.bytes += tensor.nbytes
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None:
                 self._finish()
