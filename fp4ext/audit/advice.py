@@ -14,7 +14,7 @@ after all that are sound; a layer in which the choice itself shows a fault stays
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,9 +30,11 @@ from .capture import Layer, Loss, capture, layers_of, loss_of, mean_loss, plain,
 from .cost_model import layer_seconds
 from .layer import DRIFT, HAT, Row, judge
 from .machines import Machine
+from .operand import Measured
 from .operations import Op, of_layer
 from .report import found_in
 
+Progress = Callable[[str, int, int], None]  # what is being done, done, of how many
 GOALS = ("error", "bias", "speed", "memory")
 FEW = 0.25  # share of the modules that may be faulty under a candidate that is sound
 NVFP4, TILE, MX = Spec("nvfp4"), Spec("nvfp4", block="16x16"), Spec("mxfp8")
@@ -132,7 +134,7 @@ def advise(
     tokens: int = 256,
     most: int = 8,
     name: str = "advice",
-    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    progress: Progress = lambda what, done, of: None,
 ) -> Advice:
     """Propose a policy for a model.
 
@@ -181,12 +183,20 @@ def needed() -> list[Op]:
     return [op for recipe in recipes for op in of_layer(recipe, 1, 1, 1)]
 
 
-def _scores(candidates, which, layers: list[Layer], machine, draws, goal, progress) -> list[Score]:
+def _scores(
+    candidates: Mapping[str, Recipe],
+    which: str,
+    layers: list[Layer],
+    machine: Machine | Here,
+    draws: int,
+    goal: str,
+    progress: Progress,
+) -> list[Score]:
     scores = []
     for i, (key, recipe) in enumerate(candidates.items()):
         progress(f"{which}: {key}", i, len(candidates))
         scores.append(_score(key, recipe, which, layers, machine, draws))
-    order = {
+    order: Callable[[Score], tuple] = {
         "error": lambda s: (not s.sound, s.error),
         "bias": lambda s: (not s.sound, s.drift if s.drift > DRIFT else 0.0, s.error),
         "speed": lambda s: (not s.sound, s.seconds),
@@ -195,8 +205,10 @@ def _scores(candidates, which, layers: list[Layer], machine, draws, goal, progre
     return sorted(scores, key=order)
 
 
-def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine, draws: int) -> Score:
-    products_of, faulty, spent = {}, {}, 0.0
+def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine: Machine | Here, draws: int) -> Score:
+    products_of: dict[str, list[Measured]] = {}
+    faulty: dict[str, str] = {}
+    spent = 0.0
     tokens = min((layer.tokens for layer in layers), default=0)  # experts have rows for each of a token's choices
     for layer in layers:
         mine = [row for row in judge(layer, recipe, draws) if (row.gemm == "fprop") == (which == "fprop")]
@@ -284,7 +296,15 @@ def _exceptions(advice: Advice, chosen: Score, back: Score) -> None:
         advice.policy = replace(advice.policy, rules=(*advice.policy.rules, (layer, recipe)))
 
 
-def _keep_budget(advice: Advice, model, batches, loss: Loss, names: list[str], budget: float, progress) -> None:
+def _keep_budget(
+    advice: Advice,
+    model: nn.Module,
+    batches: list,
+    loss: Loss,
+    names: list[str],
+    budget: float,
+    progress: Progress,
+) -> None:
     """Greedy: the layer that costs most loss leaves 4 bits first, until the loss is within the budget."""
 
     def mean(policy: Policy | None) -> float:
@@ -299,7 +319,7 @@ def _keep_budget(advice: Advice, model, batches, loss: Loss, names: list[str], b
             progress("sensitivity", i, len(names))
             others = tuple(n for n in names if n != layer)
             alone[layer] = mean(advice.policy.with_(keep=(*advice.policy.keep, *others))) - base
-        for layer in sorted(alone, key=alone.get, reverse=True):
+        for layer in sorted(alone, key=lambda name: alone[name], reverse=True):
             advice.policy = advice.policy.with_(keep=(*advice.policy.keep, layer))
             now = mean(advice.policy)
             if now <= base * (1 + budget):

@@ -7,15 +7,18 @@ step never has.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..functional import ops
 from ..functional.gemms import gemm
+from ..functional.qtensor import QTensor
 from ..functional.quantization import quantize
 from ..nn.dense import Linear
 from ..policy import policies
@@ -98,7 +101,7 @@ def _layer_run() -> Callable[[], object]:
     layer = Linear(k, n, bias=False, policy=LAYER, dtype=torch.bfloat16)
     x, dy = torch.ones(t, k, dtype=torch.bfloat16, requires_grad=True), torch.ones(t, n, dtype=torch.bfloat16)
 
-    def run():
+    def run() -> None:
         with torch.enable_grad():
             torch.autograd.grad(layer(x), (x, layer.weight), dy)
 
@@ -120,12 +123,12 @@ def _run(kind: str, keys: tuple[str, ...], sizes: tuple[int, int, int]) -> tuple
         q = quantize(x, keys[0])
         return lambda: q.dequantize(torch.bfloat16), m * k
     a, b = (_operand(fmt, rows, k) for fmt, rows in zip(keys[:2], (m, n), strict=True))
-    if keys[:2] == ("bf16", "bf16"):
-        return lambda: torch.nn.functional.linear(a, b), m * n * k
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return functools.partial(torch.nn.functional.linear, a, b), m * n * k
     out = torch.float32 if keys[2] == "fp32" else torch.bfloat16
     return lambda: gemm(a, b, None, out), m * n * k
 
 
-def _operand(fmt: str, rows: int, k: int):
+def _operand(fmt: str, rows: int, k: int) -> Tensor | QTensor:
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
     return x if fmt == "bf16" else quantize(x, Spec(fmt))

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from ..conversion.names import named_modules
 from ..errors import Refused
 from ..nn import transformers_experts
 from ..nn.dense import Linear, linear
-from ..nn.experts import Experts, grouped_linear
+from ..nn.experts import grouped_linear
 from ..nn.noise import is_mixture
 from ..policy.policy import Policy
 from ..policy.recipe import Recipe
@@ -53,8 +54,8 @@ class Layer:
     module: str
     w: Tensor
     offsets: Tensor | None = None
-    x: Tensor | None = None
-    dy: Tensor | None = None
+    x: Tensor = field(default_factory=lambda: torch.empty(0))
+    dy: Tensor = field(default_factory=lambda: torch.empty(0))
     tokens: int = 0
     channels: Tensor | None = None
     amax: dict[str, list[float]] = field(default_factory=lambda: {"x": [], "dy": []})
@@ -64,7 +65,7 @@ class Layer:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return tuple(self.w.shape[-2:])
+        return self.w.shape[-2], self.w.shape[-1]
 
     @property
     def experts(self) -> int:
@@ -105,7 +106,9 @@ def under(model: nn.Module, policy: Policy | str, filter: Filter | None = None) 
 @contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
     """The model with nothing quantized, for a time."""
-    before = [(m, m.recipes) for m in model.modules() if isinstance(getattr(m, "recipes", None), dict)]
+    before: list[tuple[Any, dict]] = [
+        (m, r) for m in model.modules() if isinstance(r := getattr(m, "recipes", None), dict)
+    ]
     try:
         for module, _ in before:
             module.recipes = dict.fromkeys(STAGES, Recipe())
@@ -122,7 +125,8 @@ def bare(model: nn.Module) -> Iterator[None]:
         for name, module in named_modules(model):
             if transformers_experts.is_stacked(module) and transformers_experts.why_not(module) is None:
                 transformers_experts.swap(module)
-                module.set_policy("bf16", name)
+                stacked: Any = module  # of another class now
+                stacked.set_policy("bf16", name)
         yield
 
 
@@ -133,7 +137,8 @@ def layers_of(model: nn.Module) -> dict[str, str]:
         if type(module) is Linear:
             found[name] = name
         elif is_mixture(module):
-            found |= {joined(name, stack): name for stack in module.stacks}
+            mixture: Any = module
+            found |= {joined(name, stack): name for stack in mixture.stacks}
     return found
 
 
@@ -142,9 +147,13 @@ def joined(module: str, stack: str) -> str:
     return f"{module}.{stack}" if module else stack
 
 
-def watched(module: Experts | transformers_experts.Stacked, see: Callable[[str, Tensor, Tensor, Tensor], None]) -> None:
-    """Have `see` called with the stack's name, x [T, K], offsets and y [T, N] of each product of experts, until `under`
-    or the caller takes the attribute `product` off the module again."""
+def watched(module: Any, see: Callable[[str, Tensor, Tensor, Tensor], None]) -> None:
+    """Call `see` after each product of experts, until `under` or the caller deletes the module's attribute `product`.
+
+    Args:
+        module: Experts, or experts of transformers that Stacked is mixed into.
+        see: called with the stack's name, x [T, K], offsets int32 [E], and y [T, N].
+    """
     own = module.product
 
     def product(x: Tensor, name: str, offsets: Tensor) -> Tensor:
@@ -155,7 +164,7 @@ def watched(module: Experts | transformers_experts.Stacked, see: Callable[[str, 
     module.product = product
 
 
-def loss_of(model: nn.Module, batch) -> Tensor:
+def loss_of(model: nn.Module, batch: object) -> Tensor:
     """The loss of a batch: what the model returns, or its `.loss`. A batch is a tuple or a dict of arguments.
 
     Raises:
@@ -174,7 +183,7 @@ def loss_of(model: nn.Module, batch) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, batches: list, loss: Loss) -> float:
-    """Of the batches, as the model is now."""
+    """The mean loss over `batches` in the model's current state."""
     return sum(loss(model, batch).item() for batch in batches) / len(batches)
 
 
@@ -200,7 +209,8 @@ def capture(
     batches = list(batches)
     if not batches:
         raise Refused("batches is empty; accepted: one or more batches")
-    modules, layers = dict(named_modules(model)), {}
+    modules: dict[str, Any] = dict(named_modules(model))
+    layers: dict[str, Layer] = {}
     share = max(1, tokens // len(batches))
     look = _Look(share, dtype, torch.Generator().manual_seed(seed))
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -222,12 +232,10 @@ def capture(
     finally:
         for hook in hooks:
             hook.remove()
-    for layer in layers.values():
-        _gather(layer)
-    return {name: layer for name, layer in layers.items() if layer.x is not None}
+    return {name: layer for name, layer in layers.items() if _gather(layer)}
 
 
-def _layer(modules: dict[str, nn.Module], name: str) -> Layer:
+def _layer(modules: dict[str, Any], name: str) -> Layer:
     """A layer of a bare model, nothing of it seen yet."""
     if name in modules:
         return Layer(name, name, modules[name].weight.detach().float().cpu())
@@ -236,17 +244,18 @@ def _layer(modules: dict[str, nn.Module], name: str) -> Layer:
     return Layer(name, owner, w, torch.zeros(len(w), dtype=torch.int32))
 
 
-def _gather(layer: Layer) -> None:
-    """What was kept of all batches, sorted by expert."""
+def _gather(layer: Layer) -> bool:
+    """Join what was kept of all batches, sorted by expert. Whether any was."""
     parts = {role: torch.cat(kept) for role, kept in layer.parts.items() if kept}
     layer.parts.clear()
     if "x" not in parts:
-        return
-    order = slice(None)
+        return False
+    order = torch.arange(len(parts["x"]))
     if layer.offsets is not None:
         order = parts["expert"].argsort(stable=True)
         layer.offsets = parts["expert"].bincount(minlength=layer.experts).cumsum(0).to(torch.int32)
     layer.x, layer.dy = parts["x"][order], parts["dy"][order]
+    return True
 
 
 @dataclass
@@ -257,16 +266,17 @@ class _Look:
     dtype: torch.dtype
     generator: torch.Generator
 
-    def at(self, layer: Layer):
+    def at(self, layer: Layer) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         """A forward hook of a linear layer."""
         return lambda module, args, output: self._see(layer, args[0].detach().flatten(0, -2), output)
 
-    def at_experts(self, layers: dict[str, Layer | None]):
+    def at_experts(self, layers: dict[str, Layer | None]) -> Callable[[str, Tensor, Tensor, Tensor], None]:
         """What `watched` calls."""
 
         def see(name: str, x: Tensor, offsets: Tensor, y: Tensor) -> None:
-            if layers[name] is not None:
-                self._see(layers[name], x.detach()[: int(offsets[-1])], y, offsets)
+            layer = layers[name]
+            if layer is not None:
+                self._see(layer, x.detach()[: int(offsets[-1])], y, offsets)
 
         return see
 
@@ -284,7 +294,7 @@ class _Look:
         place = len(layer.parts["x"]) - 1
         layer.parts["dy"].append(torch.zeros(len(keep), output.shape[-1]))  # where no gradient comes back
 
-        def backward(gradient):
+        def backward(gradient: Tensor) -> None:
             gradient = gradient.detach().flatten(0, -2)[: len(rows)]
             _count(layer, "dy", gradient)
             layer.parts["dy"][place] = gradient[keep].to(self.dtype).float().cpu()

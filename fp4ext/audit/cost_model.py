@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -138,7 +139,7 @@ class Shape:
             config = config["run"]["preset"]["shape"] | {"name": config["run"]["preset"]["name"]}
         name = config.get("name") or config.get("_name_or_path") or config.get("model_type") or path.stem
         keys = KEYS | (_keys_of_a_mixture(config) if _first(config, EXPERTS) else {})
-        found = {"name": str(name)}
+        found: dict[str, Any] = {}
         for field_, names in keys.items():
             value, least = _first(config, names), 0 if field_ == "ffn" and "experts" in keys else 1
             value = least if value is None and least == 0 else value
@@ -147,10 +148,10 @@ class Shape:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise Refused(f"{file}: {' or '.join(names)} is {value!r}; accepted: a whole number from {least}")
             found[field_] = value
-        return cls(**found)
+        return cls(str(name), **found)
 
     @classmethod
-    def _of(cls, model: nn.Module, name: str) -> Shape:
+    def _of(cls, model: Any, name: str) -> Shape:
         """That of a model of transformers."""
         config = model.config
         get = lambda *names: next((v for n in names if isinstance(v := getattr(config, n, None), int)), 0)  # noqa: E731
@@ -179,19 +180,19 @@ class Shape:
         )
 
 
-def _matrices(model: nn.Module, top_k: int) -> Iterator[Matrix]:
+def _matrices(model: Any, top_k: int) -> Iterator[Matrix]:
     """The linear layers of a model, by their names, but for its head; stacks of experts with how many a token meets."""
     head = model.get_output_embeddings()
     for name, module in named_modules(model):
         if isinstance(module, nn.Linear) and module is not head:
-            yield Matrix(name, *module.weight.shape, 1)
+            yield Matrix(name, module.out_features, module.in_features, 1)
         elif is_stacked(module):
             for stack in names_of_stacks(module):
                 experts, n, k = stack_of(module, stack).shape
                 yield Matrix(name, n, k, 1, experts, min(experts, top_k or experts))
 
 
-def _first(config: dict, names: Iterable[str]):
+def _first(config: dict, names: Iterable[str]) -> Any:
     """The value of the first of some names that a config has."""
     return next((config[name] for name in names if config.get(name) is not None), None)
 
@@ -396,8 +397,8 @@ def _kv(shape: Shape) -> float:
 
 def _sum(name: str, parts: list[Term]) -> Term:
     largest = max(parts, key=lambda t: t.seconds)
-    total = (sum(getattr(t, what) for t in parts) for what in ("seconds", "operations", "bytes"))
-    return Term(name, *total, largest.binds)
+    seconds, operations, moved = (sum(getattr(t, what) for t in parts) for what in ("seconds", "operations", "bytes"))
+    return Term(name, seconds, operations, moved, largest.binds)
 
 
 def _memory(name: str, traffic: float, machine: Machine, efficiency: float) -> Term:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ def load(
     except ImportError:
         raise Refused(f"{folder}: a model folder needs transformers; accepted here: a run of pretrain") from None
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **SAFE)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **SAFE)
     except (OSError, ValueError, KeyError) as error:
         raise Refused(
             f"{folder}: transformers cannot load it ({error}); accepted: config.json and safetensors"

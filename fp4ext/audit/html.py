@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from html import escape
 
 from ..nn.noise import SQRT3
-from ..pages.chart import Line, chart
-from ..pages.page import figure, page, pairs, soft, table
+from ..pages.chart import Line, Points, chart
+from ..pages.page import Cell, figure, page, pairs, soft, table
 from .advice import Advice
 from .averaging import Interval, ratio_of
 from .layer import PRODUCTS, Row
+from .operand import Measured
 from .report import Report
 
 SIZES = (940, 380), (360, 300)  # of the wide and of the narrow chart, pixels
@@ -78,7 +79,7 @@ def _faults(report: Report) -> str:
     if not faults:
         return soft("None.")
     headings = [("layer", ""), ("policy", ""), ("place", ""), ("kind", ""), ("size", ""), ("finding", "")]
-    rows = []
+    rows: list[list[Cell]] = []
     for group in report.grouped:
         f = group[0]
         others = f" and {len(group) - 1} more" if len(group) > 1 else ""
@@ -103,22 +104,24 @@ def _curves(report: Report) -> str:
         if not made:
             continue
         sizes = [b for b, _ in made[0].curve]
-        measured = [(b, mean(law.curve[i][1] for law in made)) for i, b in enumerate(sizes)]
-        fitted = [(2**i, mean(law.err(2**i) for law in made)) for i in range(9)]
+        measured: Points = [(b, mean(law.curve[i][1] for law in made)) for i, b in enumerate(sizes)]
+        fitted: Points = [(2**i, mean(law.err(2**i) for law in made)) for i in range(9)]
         lines += [Line(f"{policy}, fit", fitted, _hue(hue), faint=True), Line(policy, measured, _hue(hue))]
     legend = [(_hue(hue), policy) for hue, policy in enumerate(report.policies, 1)]
     return _figure(lines, "Error of the mean of B draws", "relative error", legend, "draws averaged, B", log=True)
 
 
-def _figure(lines, label, unit, legend, across, **options) -> str:
-    charts = tuple(chart(lines, label, unit, w, h, across=across, **options) for w, h in SIZES)
-    return figure(charts, legend)
+def _figure(
+    lines: list[Line], label: str, unit: str, legend: list[tuple[int, str]], across: str, **options: bool
+) -> str:
+    wide, narrow = (chart(lines, label, unit, w, h, across=across, **options) for w, h in SIZES)
+    return figure((wide, narrow), legend)
 
 
 def _policies(report: Report) -> str:
     headings = [("policy", ""), ("loss", "nat"), ("gap", "mnat"), ("error, forward", "×1e-3")]
     headings += [("error, gradients", "×1e-3"), ("floor, gradients", "×1e-3"), ("lowest ‖g‖/‖noise‖", "")]
-    rows = []
+    rows: list[list[Cell]] = []
     for policy in report.policies:
         mine = report.rows[policy]
         forward = mean(r.measured.mse for r in mine if r.what == "y")
@@ -152,7 +155,7 @@ MEASURES = [
 def _means(rows: list[Row]) -> str:
     """A row for each operand and product: the mean over layers."""
     kinds = list(dict.fromkeys((row.gemm, row.what, row.spec.key if row.spec else "") for row in rows))
-    cells = []
+    cells: list[list[Cell]] = []
     for gemm, what, key in kinds:
         mine = [r for r in rows if (r.gemm, r.what, r.spec.key if r.spec else "") == (gemm, what, key)]
         m = [r.measured for r in mine]
@@ -174,7 +177,7 @@ def _means(rows: list[Row]) -> str:
 
 
 def _rows(rows: list[Row]) -> str:
-    cells = []
+    cells: list[list[Cell]] = []
     for row in rows:
         m, law = row.measured, row.measured.law
         numbers = [
@@ -193,7 +196,7 @@ def _rows(rows: list[Row]) -> str:
     return table([("layer", ""), ("operand", ""), ("spec", ""), ("held to", ""), *MEASURES], cells)
 
 
-def _shares(measured, product: bool) -> list:
+def _shares(measured: list[Measured], product: bool) -> list[Cell]:
     if product:
         return ["–", "–", "–"]
     means = (mean(getattr(m, what) for m in measured) for what in ("flushed", "underflow", "saturation"))
@@ -228,7 +231,7 @@ def _layers(report: Report) -> str:
         ("outlier channels", "of x"),
     ]
     headings += [(f"‖g‖/‖noise‖, {policy}", "") for policy in report.policies]
-    rows = []
+    rows: list[list[Cell]] = []
     for name, f in report.layers.items():
         shape, amax = f["shape"], f["amax"]
         channels = ", ".join(f"{i} (×{times:.0f})" for i, times in f["outlier_channels"][:3]) or "–"
@@ -248,7 +251,8 @@ def _layers(report: Report) -> str:
 
 
 def _amax(report: Report) -> str:
-    lines, legend = [], []
+    lines: list[Line] = []
+    legend: list[tuple[int, str]] = []
     series = report.facts.get("amax_by_step") or {
         name: list(enumerate(f["amax"]["dy"], 1)) for name, f in report.layers.items()
     }
@@ -266,14 +270,15 @@ def _advice(advice: Advice) -> list[str]:
     parts = [f"<h2>Advice for the goal {escape(advice.goal)}</h2>"]
     headings = [("candidate", ""), ("error", "×1e-3"), ("floor", "×1e-3"), ("faulty layers", ""), ("time", "ns/token")]
     for which, scores in advice.ranked.items():
-        rows = [
+        rows: list[list[Cell]] = [
             [
                 s.name,
                 _number(1e3 * s.error, ".3f"),
                 _number(1e3 * s.drift, ".3f"),
                 _number(len(s.faults), "d", bool(s.faults)),
+                _number(1e9 * s.seconds, ".3g"),
+                _number(s.bits, "g"),
             ]
-            + [_number(1e9 * s.seconds, ".3g"), _number(s.bits, "g")]
             for s in scores
         ]
         parts += [f"<h3>Pretraining, {which}</h3>", table([*headings, ("stored", "bit/element")], rows)]
@@ -288,7 +293,7 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _number(value: float, form: str, bad: bool = False) -> tuple:
+def _number(value: float, form: str, bad: bool = False) -> tuple[str, float, bool]:
     if isinstance(value, float) and not math.isfinite(value):
         return "–", 1e300, False
     form = ".2e" if abs(value) >= 1e5 else form

@@ -80,7 +80,7 @@ def operands(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
                 kept = stored[role][i] if role in stored else t
                 forward = gemm != "fprop" and isinstance(kept, QTensor)
                 source = kept if forward and getattr(recipe, gemm).from_fprop else t
-                truths = {role: t} | ({role + HAT: kept.dequantize(torch.float32)} if forward else {})
+                truths = {role: t} | ({role + HAT: _restored(kept)} if forward else {})
                 seen.append(observe(source, spec, axis, role, truths, draws, ENTRIES // layer.experts))
             if seen:
                 rows.append(Row(layer.name, gemm, role, spec, *measured(seen)))
@@ -92,8 +92,8 @@ def products(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
     x, w, dy = layer.x, layer.w, layer.dy
     mean = x.mean(0) if recipe.mean_split else 0.0
     hat = {
-        "x": torch.cat([_restored(_forward(t, recipe.fprop.x), t) for t in layer.each(x - mean)]) + mean,
-        "w": torch.stack([_restored(_forward(t, recipe.fprop.w), t) for t in layer.each(w)]).view(w.shape),
+        "x": torch.cat([_restored(_forward(t, recipe.fprop.x)) for t in layer.each(x - mean)]) + mean,
+        "w": torch.stack([_restored(_forward(t, recipe.fprop.w)) for t in layer.each(w)]).view(w.shape),
     }
     given = {"x": x, "w": w, "dy": dy, "x" + HAT: hat["x"], "w" + HAT: hat["w"]}
     wide = {name: layer.each(t.double()) for name, t in given.items()}
@@ -128,8 +128,8 @@ def _forward(t: Tensor, spec: Spec | None) -> QTensor | Tensor:
     return quantize(t, spec, rng=0) if spec and not spec.needs_rng else t
 
 
-def _restored(kept: QTensor | Tensor, t: Tensor) -> Tensor:
-    return kept.dequantize(torch.float32) if isinstance(kept, QTensor) else t
+def _restored(kept: QTensor | Tensor) -> Tensor:
+    return kept.dequantize(torch.float32) if isinstance(kept, QTensor) else kept
 
 
 def _some(product: Tensor) -> Tensor:

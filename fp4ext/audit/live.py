@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +133,8 @@ def look(parts: list[Tensor], spec: Spec, role: str) -> tuple[dict, Tensor | Non
     counts["snr_db"] = -10 * math.log10(tally.mse) if tally.mse > 0 else None
     amaxes = [amax for amax, _, _ in seen]
     amax = max(amaxes) if all(map(math.isfinite, amaxes)) else None
-    codes = torch.cat([codes for _, _, codes in seen]) if role == "w" and seen[0][2] is not None else None
+    kept = [codes for _, _, codes in seen if codes is not None]
+    codes = torch.cat(kept) if role == "w" and kept else None
     return {"amax": amax, **counts, "histogram": histogram}, codes
 
 
@@ -180,7 +182,7 @@ def warnings_of(stats: dict, step: int) -> list[str]:
                 )
     under = {name: s["ratio"] for name, s in stats.items() if s.get("ratio", math.inf) < SQRT3}
     if under:
-        worst = min(under, key=under.get)
+        worst = min(under, key=lambda name: under[name])
         found.append(
             f"step {step}: rounding noise outweighs the gradient (under √3) in {len(under)} of {len(stats)} layers, "
             f"most in {worst} ({under[worst]:.2f}); a larger batch or more bits in the backward would help"
@@ -211,9 +213,10 @@ def _kept(module: nn.Module, name: str, kept: dict[str, dict[str, Tensor]]) -> I
     elif "product" in vars(module):  # the other of its two layers watches it
         yield
     else:
-        prefix = name.removesuffix(module.stacks[0])
-        watched(module, lambda stack, x, offsets, y: keep(prefix + stack, x, y, offsets))
+        experts: Any = module
+        prefix = name.removesuffix(experts.stacks[0])
+        watched(experts, lambda stack, x, offsets, y: keep(prefix + stack, x, y, offsets))
         try:
             yield
         finally:
-            del module.product
+            del experts.product

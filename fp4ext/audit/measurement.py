@@ -67,14 +67,25 @@ def measure(
             report.left[policy.name] = converted.left
         if not names[policy.name] and policy.quantizes:
             raise Refused(nothing_converted(converted))
-    everything = list(dict.fromkeys(n for taken in names.values() for n in taken))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        _audit(report, model, batches, chosen, names, everything, loss, draws, tokens, dtype, progress)
+        _audit(report, model, batches, chosen, names, loss, draws, tokens, dtype, progress)
     return report
 
 
-def _audit(report, model, batches, chosen, names, everything, loss, draws, tokens, dtype, progress) -> None:
+def _audit(
+    report: Report,
+    model: nn.Module,
+    batches: list,
+    chosen: list[Policy],
+    names: dict[str, list[str]],
+    loss: Loss,
+    draws: int,
+    tokens: int,
+    dtype: torch.dtype,
+    progress: Callable[[str, int, int], None],
+) -> None:
+    everything = list(dict.fromkeys(n for taken in names.values() for n in taken))
     progress("running the batches", 0, 1)
     layers = capture(model, batches, everything, loss, tokens, dtype)
     with plain(model):
@@ -108,7 +119,7 @@ def facts(layer: Layer) -> dict:
     }
 
 
-def _ratios(model: nn.Module, batch, loss: Loss) -> dict[str, float]:
+def _ratios(model: nn.Module, batch: object, loss: Loss) -> dict[str, float]:
     """‖g‖/‖noise‖ by layer; none where the policy took no layer."""
     if not any(w.requires_grad for w in weights(model).values()):
         return {}

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ class Draws:
         one.errors = [torch.cat(errors) for errors in zip(*(part.errors for part in parts), strict=True)]
         return one
 
-    def measured(self, **counts) -> Measured:
+    def measured(self, **counts: Any) -> Measured:
         """What the draws add up to."""
         errors = torch.stack(self.errors)
         mse = errors.square().sum(1).mean().item() / self.power if self.power else 0.0
@@ -177,16 +178,16 @@ def observe(
     """
     turn = (lambda t: t) if axis == -1 else (lambda t: t.mT)
     values = turn(source.dequantize(torch.float32) if isinstance(source, QTensor) else source.float())
-    rows = sampled(*values.shape, entries) if spec.needs_rng else slice(None)
+    rows = sampled(values.shape[0], values.shape[1], entries) if spec.needs_rng else slice(None)
     collected = {of: Draws(turn(truth)[rows]) for of, truth in truths.items()}
-    tally = None
     for draw in range(draws if spec.needs_rng else 1):
         rng = torch.tensor([0x5EED, draw])
         q = quantize(source, spec, axis=axis, rng=rng, role=role)
+        if draw == 0:
+            tally = range_faults(q, spec, values, rng)
         image = estimate(whole(q)[rows], values.shape[1], spec, rng)
         for each in collected.values():
             each.add(image)
-        tally = tally or range_faults(q, spec, values, rng)
     return Seen(collected, tally)
 
 
@@ -205,7 +206,7 @@ def estimate(stored: Tensor, k: int, spec: Spec, rng: Tensor) -> Tensor:
     """x̂ [rows, K] in the frame of x, of what is stored with its padding: rotated back, where the spec rotates."""
     if spec.rht == "none":
         return stored[..., :k]
-    n, stages = hadamard.parse(spec.rht)
+    n, stages = hadamard.parse(str(spec.rht))
     n = hadamard.effective_n(n, k)
     back = _inverse(n, stages, *rng.tolist())
     return (stored.unflatten(-1, (-1, n)) @ back).flatten(-2)[..., :k]
@@ -220,7 +221,7 @@ def _inverse(n: int, stages: int, seed: int, offset: int) -> Tensor:
 def range_faults(q: QTensor, spec: Spec, x: Tensor, rng: Tensor | None) -> Tally:
     """Underflow, saturation, NaN blocks, the error and the histogram of scale bytes of a quantized x [rows, K]."""
     fmt = q.format
-    r = x if spec.rht == "none" else hadamard.rht(x, *hadamard.parse(spec.rht), rng)
+    r = x if spec.rht == "none" else hadamard.rht(x, *hadamard.parse(str(spec.rht)), rng)
     r = torch.nn.functional.pad(r, (0, fmt.padded(q.shape[-1]) - r.shape[-1]))
     r, back = (t.unflatten(-1, (-1, fmt.block)) for t in (r, whole(q)))
     outer = 1.0 if q.global_scale is None else q.global_scale[..., None]

@@ -98,13 +98,13 @@ def arithmetic(spec: Spec) -> float:
     elements; a butterfly is an addition an element.
     """
     candidates = {"four_over_six": 2, "four_over_six_mae": 2, "four_over_six_absmax": 2, "sweep": 5, "minvar": 6}
-    tried = (candidates | {"amax": 0, "ceil": 0, "floor": 0})[spec.scale]
-    count = 8 + 7 * tried  # magnitude, maximum, scale, multiply, round, pack
+    tried = (candidates | {"amax": 0, "ceil": 0, "floor": 0})[str(spec.scale)]
+    count: float = 8 + 7 * tried  # magnitude, maximum, scale, multiply, round, pack
     if spec.rounding == "stochastic":
         count += 10 * 7 / 8 + 3
     if spec.rounding == "eden":
         count += 5  # S: two products, two sums, and the scale's rounding
     if spec.rht != "none":
-        n, _, stages = spec.rht.partition("x")
+        n, _, stages = str(spec.rht).partition("x")
         count += int(stages or 1) * (2 + int(n).bit_length() - 1) + (2 if stages else 0)
     return count

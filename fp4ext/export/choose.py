@@ -137,10 +137,10 @@ def _converted(model: nn.Module) -> tuple[dict[str, Spec], dict[str, str]]:
     """The same of a model that was converted: its layers say."""
     specs: dict[str, Spec] = {}
     why: dict[str, str] = {}
-    m: Any  # the layers of CONVERTED have `recipes`, which not all of their classes declare
     for name, m in named_modules(model):
         if isinstance(m, CONVERTED) and not isinstance(m, module.PACKED):
-            spec = m.recipes["rl_sampler"].fprop.w
+            layer: Any = m  # all classes of CONVERTED have `recipes`, and not all declare them
+            spec = layer.recipes["rl_sampler"].fprop.w
             if spec is None:
                 why[name] = "the sampler of its policy does not quantize it"
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 STYLE = """
@@ -68,6 +69,7 @@ head.addEventListener("keydown",e=>{if(e.key==="Enter"||e.key===" "){e.preventDe
 """
 
 
+Cell = str | tuple[str, float] | tuple[str, float, bool]  # of a table; see there
 LONG, PROSE = 14, 40  # characters from which a cell takes a narrow page's width, and a column is set to the left
 
 
@@ -93,7 +95,7 @@ def pairs(values: dict) -> str:
     return f'<table class="pairs"><tbody>{rows}</tbody></table>'
 
 
-def table(headings: list[tuple[str, str]], rows: list[list], dots: list[int] | None = None) -> str:
+def table(headings: list[tuple[str, str]], rows: Sequence[Sequence[Cell]], dots: list[int] | None = None) -> str:
     """A sortable table that becomes a list of cards on a narrow page.
 
     Args:
@@ -124,7 +126,7 @@ def table(headings: list[tuple[str, str]], rows: list[list], dots: list[int] | N
     return f'<div class="scroll"><table class="rows sortable{dense}">{inside}</table></div>'
 
 
-def _text(cell) -> str:
+def _text(cell: Cell) -> str:
     return cell if isinstance(cell, str) else cell[0]
 
 
