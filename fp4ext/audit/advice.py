@@ -1,14 +1,14 @@
-"""advise: rank formats and rules, stage by stage, on a model's own tensors, and write the choice down as a Policy.
+"""advise: rank formats and rules for each stage on a model's own tensors, and return the choice as a Policy.
 
-Each stage asks for something else, whatever the goal (docs/tour.md):
+The stages need different things, whatever the goal is (docs/tour.md):
 
-    pretraining, forward    low error: it is most of the loss gap
-    pretraining, backward   no drift first, since noise dilutes over tokens and steps; only then the goal
-    RL sampler              as the forward, with an outer scale that a row's batch mates cannot move
-    RL trainer              the sampler's own operands, and a backward in BF16 on them: any difference is off-policy
+    pretraining, forward    a low error, which makes most of the loss gap
+    pretraining, backward   no drift, since noise averages out over tokens and steps; the goal decides among the rest
+    RL sampler              as the forward, with an outer scale per row, which the other rows of a batch cannot change
+    RL trainer              the sampler's operands, and a backward in BF16 on them, since any difference is off-policy
 
-Candidates are measured (layer.py) and priced (cost.py). One that is faulty in more than a quarter of the layers comes
-after all that are sound; a layer in which the choice itself shows a fault stays in BF16.
+Candidates are measured (layer.py) and their time is estimated (cost_model.py). Candidates that are faulty in more than
+a quarter of the layers rank after all others. A layer in which the chosen candidate is faulty stays in BF16.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .report import found_in
 
 Progress = Callable[[str, int, int], None]  # what is being done, done, of how many
 GOALS = ("error", "bias", "speed", "memory")
-FEW = 0.25  # share of the modules that may be faulty under a candidate that is sound
+FEW = 0.25  # a sound candidate is faulty in at most this share of the modules
 NVFP4, TILE, MX = Spec("nvfp4"), Spec("nvfp4", block="16x16"), Spec("mxfp8")
 
 
@@ -72,16 +72,16 @@ BACKWARD: dict[str, Callable[[Fprop], Recipe]] = {
 
 @dataclass(frozen=True)
 class Score:
-    """A candidate of a stage, over the layers that were measured.
+    """The measurements of a candidate of a stage.
 
     Attributes:
-        error: mean relative MSE of the products (y; dx and dw), of one draw, over the modules that are not faulty: the
-            others would be exceptions. Over all, where all are faulty.
-        drift: mean floor of the same: what no average removes. Zero in a forward, which is judged by its error.
-        faults: module in which its operands or products drift, saturate or underflow → the first that was found.
-        seconds: of the stage's GEMMs and quantizers for one token of all layers.
-        bits: stored bits an element: of weights (forward), of activations saved for backward.
-        modules: how many were measured.
+        error: relative MSE of the products (y; or dx and dw) in one draw, mean over the modules without a fault, which
+            alone would use the candidate; over all modules if all are faulty.
+        drift: the mean floor of the same products, which no average removes; 0 for a forward.
+        faults: module whose operands or products drift, saturate or underflow → the worst fault.
+        seconds: time of the stage's GEMMs and quantizers in all measured layers, per token.
+        bits: stored bits per element of weights (forward) or of activations saved for the backward.
+        modules: the number of modules measured.
     """
 
     name: str
@@ -94,20 +94,20 @@ class Score:
 
     @property
     def sound(self) -> bool:
-        """Whether its faults are few enough to be exceptions of their layers rather than its own doing."""
+        """Whether at most the share FEW of the modules is faulty."""
         return len(self.faults) <= self.modules * FEW
 
 
 @dataclass
 class Advice:
-    """A policy, and why.
+    """A proposed policy and the reasons for it.
 
     Attributes:
-        policy: the proposal.
-        why: place in the policy file → reason, with numbers.
-        ranked: "forward" and "backward" → Scores, the best on the goal first.
-        goal, machine: what was asked for, and what it was priced on.
-        loss: of the plain model and of the proposal on the batches.
+        policy: the proposed Policy.
+        why: key in the policy file → reason, with numbers.
+        ranked: "forward" and "backward" → Scores, best first.
+        goal, machine: the goal, and the name of the machine for which times were estimated.
+        loss: mean loss on the batches of the plain model and under the policy, nats.
     """
 
     policy: Policy
@@ -118,7 +118,7 @@ class Advice:
     loss: tuple[float, float] = (0.0, 0.0)
 
     def text(self, form: str = "toml") -> str:
-        """The policy file."""
+        """The policy file, as "toml" or "json"."""
         return policy_file.dumps(self.policy, self.why, form)
 
 
@@ -139,15 +139,22 @@ def advise(
     """Propose a policy for a model.
 
     Args:
-        goal: "error", "bias", "speed" or "memory": what decides among the 4-bit candidates that are sound.
-        machine: what the time is priced on.
-        budget: relative increase of the loss on the batches that is allowed; layers leave 4 bits, the costliest in loss
-            first, until it is kept.
-        most: layers that are measured, spread over the model; experts are two.
-        name: of the policy.
+        batches: tuples or dicts of the model's arguments, as `loss` takes them.
+        goal: "error", "bias", "speed" or "memory"; it ranks the 4-bit candidates that are sound.
+        machine: the machine for which times are estimated: machines.get, or calibrate's Here.
+        budget: the allowed relative increase of the loss on the batches. While the increase is larger, the layer that
+            costs most loss goes back to BF16.
+        loss: loss(model, batch), a scalar.
+        draws: how often each random operand is drawn.
+        tokens: tokens of each layer that are kept and measured.
+        most: the number of layers that are measured, spread over the model; the experts of a block are two layers.
+        name: the name of the proposed policy.
+        progress: called with (what is being done, number done, total).
 
     Raises:
-        Refused: an unknown goal, a budget that is not above zero, no batches, a model without a layer to convert.
+        Refused: the goal is unknown, the budget is not above zero, there are no batches, or the model has no layer to
+            convert.
+        TypeError: the loss is not a scalar.
     """
     if goal not in GOALS:
         raise Refused(f"unknown goal {goal!r}; accepted: {', '.join(GOALS)}")
@@ -178,7 +185,7 @@ def advise(
 
 
 def needed() -> list[Op]:
-    """The operations that a machine must be calibrated for, so that every candidate can be priced."""
+    """The operations of all candidates, for calibrate."""
     recipes = [*FORWARD.values(), *(make(f.fprop) for f in FORWARD.values() for make in BACKWARD.values())]
     return [op for recipe in recipes for op in of_layer(recipe, 1, 1, 1)]
 
@@ -209,7 +216,7 @@ def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine: M
     products_of: dict[str, list[Measured]] = {}
     faulty: dict[str, str] = {}
     spent = 0.0
-    tokens = min((layer.tokens for layer in layers), default=0)  # experts have rows for each of a token's choices
+    tokens = min((layer.tokens for layer in layers), default=0)  # experts have top_k rows per token
     for layer in layers:
         mine = [row for row in judge(layer, recipe, draws) if (row.gemm == "fprop") == (which == "fprop")]
         products_of.setdefault(layer.module, []).extend(row.measured for row in mine if row.is_product)
@@ -255,26 +262,24 @@ def _policy(name: str, fprop: Fprop, pretrain: Recipe) -> Policy:
 
 def _reasons(advice: Advice, chosen: Score, back: Score) -> None:
     forward, backward, goal = advice.ranked["forward"], advice.ranked["backward"], advice.goal
-    advice.why[""] = f"Proposed for the goal {goal!r}; time priced on {advice.machine}."
+    advice.why[""] = f"Proposed for the goal {goal!r}; times are estimated for {advice.machine}."
     for operand in ("x", "w"):
         advice.why[f"pretrain.fprop.{operand}"] = f"{_said(chosen)}; next: {_others(forward, chosen)}"
-    drift = (
-        f"floor {back.drift:.1e}, unbiased by the averaging law" if back.drift <= DRIFT else f"floor {back.drift:.1e}"
-    )
+    drift = f"floor {back.drift:.1e}, which is no drift" if back.drift <= DRIFT else f"floor {back.drift:.1e}"
     for gemm, what in (("dgrad", ("dy", "w")), ("wgrad", ("dy", "x"))):
         for operand in what:
             advice.why[f"pretrain.{gemm}.{operand}"] = f"{_said(back)}, {drift}; next: {_others(backward, back)}"
         hat = {"dgrad": "w", "wgrad": "x"}[gemm] + HAT
-        advice.why[f"pretrain.{gemm}.from_fprop"] = f"of {hat}, so that it is the gradient of what the forward computed"
+        advice.why[f"pretrain.{gemm}.from_fprop"] = f"from {hat}, so that the gradient is that of the computed forward"
     for operand in ("x", "w"):
         advice.why[f"rl_sampler.fprop.{operand}"] = (
-            f"{_said(chosen)} in pretraining's forward; an outer scale that a row's batch mates cannot move"
+            f"{_said(chosen)} in pretraining's forward; the outer scale does not depend on other rows of the batch"
         )
-        advice.why[f"rl_trainer.fprop.{operand}"] = "exactly the sampler's: any difference is off-policy"
+        advice.why[f"rl_trainer.fprop.{operand}"] = "the sampler's, since any difference is off-policy"
 
 
 def _said(s: Score) -> str:
-    return f"{s.name}: error {s.error:.2e}, {s.bits:g} bit, {1e9 * s.seconds:.3g} ns a token"
+    return f"{s.name}: error {s.error:.2e}, {s.bits:g} bits, {1e9 * s.seconds:.3g} ns per token"
 
 
 def _others(scores: list[Score], but: Score) -> str:
@@ -284,15 +289,15 @@ def _others(scores: list[Score], but: Score) -> str:
 
 
 def _exceptions(advice: Advice, chosen: Score, back: Score) -> None:
-    """Layers in which the forward shows a fault stay in BF16; those in which the backward does keep their forward."""
+    """Add rules: a layer with a faulty forward stays in BF16; one with a faulty backward alone keeps its forward."""
     for layer in dict.fromkeys((*chosen.faults, *back.faults)):
         whole = layer in chosen.faults
         score, what, recipe = (
-            (chosen, "this layer stays", Recipe())
+            (chosen, "this layer stays in", Recipe())
             if whole
-            else (back, "the backward of this layer stays", Recipe(advice.policy.pretrain.fprop))
+            else (back, "the backward of this layer stays in", Recipe(advice.policy.pretrain.fprop))
         )
-        advice.why[f"rules.{len(advice.policy.rules)}"] = f"{what} BF16: under {score.name} {score.faults[layer]}"
+        advice.why[f"rules.{len(advice.policy.rules)}"] = f"{what} BF16: under {score.name}, {score.faults[layer]}"
         advice.policy = replace(advice.policy, rules=(*advice.policy.rules, (layer, recipe)))
 
 
@@ -305,7 +310,7 @@ def _keep_budget(
     budget: float,
     progress: Progress,
 ) -> None:
-    """Greedy: the layer that costs most loss leaves 4 bits first, until the loss is within the budget."""
+    """Return layers to BF16, the one that costs most loss first, until the loss is within the budget."""
 
     def mean(policy: Policy | None) -> float:
         torch.manual_seed(0)
@@ -325,8 +330,6 @@ def _keep_budget(
             if now <= base * (1 + budget):
                 break
     left = [n for n in names if n in advice.policy.keep]
-    change = f"loss on these batches {base:.4f} plain, {now:.4f} so ({now / base - 1:+.2%}; allowed {budget:.2%})"
-    advice.why["keep"] = (
-        f"{change}; {len(left)} of {len(names)} layers left in BF16 for it, the costliest in loss first"
-    )
+    change = f"loss {base:.4f} plain, {now:.4f} quantized ({now / base - 1:+.2%}; allowed {budget:.2%})"
+    advice.why["keep"] = f"{change}; {len(left)} of {len(names)} layers, which cost most loss, stay in BF16 for it"
     advice.loss = (base, now)

@@ -1,8 +1,8 @@
-"""`here`: what each primitive operation takes on this machine, measured on the spot.
+"""calibrate: measure the time of each primitive operation on this machine, which is then called `here`.
 
-Each kind of operation is timed at two sizes, and its time taken as overhead + work/rate. All take turns, and the median
-of each counts: on a machine that others use too, the fastest run of a short operation found a quiet moment that a whole
-step never has.
+Each kind of operation is timed at two sizes, and modelled as overhead + work/rate. The operations take turns, and the
+median of each counts: on a machine that others use too, the fastest run of a short operation is faster than the same
+operation within a whole step.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LAYER = "end_to_end"  # the policy whose layer's bookkeeping is timed
 
 @dataclass(frozen=True)
 class Here:
-    """This machine.
+    """This machine, as measured.
 
     Attributes:
-        costs: kind and keys of an operation → (seconds of a call, seconds a unit of work).
-        layer: what a layer's forward and backward take beside their operations: autograd, checks, random state.
+        costs: kind and keys of an operation → (seconds per call, seconds per unit of work).
+        layer: seconds that a layer's forward and backward spend outside their operations: autograd, checks, RNG state.
     """
 
     costs: dict[tuple, tuple[float, float]]
@@ -44,7 +44,7 @@ class Here:
     name: str = "here"
 
     def seconds(self, op: Op) -> float:
-        """What an operation takes. Raises KeyError for one that was not calibrated."""
+        """The time of an operation. Raises KeyError for one that was not calibrated."""
         call, unit = self.costs[op.kind, op.keys]
         return call + unit * op.work
 

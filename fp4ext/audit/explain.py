@@ -1,7 +1,8 @@
-"""explain: what rounding does to a number, once and a thousand times; what a block's scale does to sixteen.
+"""explain: the effect of rounding on one number, once and on average, and of a block scale on the numbers of a block.
 
-Nearest rounding takes 3.2 on the grid {3, 4} to 3, always: it errs by −0.2, and so does the mean of a thousand.
-Stochastic rounding takes it to 4 with probability 0.2 and to 3 otherwise: it errs more each time, and its mean is 3.2.
+Nearest rounding takes 3.2 on the grid {3, 4} to 3 every time: its error is −0.2, and so is that of the mean of 1000.
+Stochastic rounding takes 3.2 to 4 with probability 0.2 and to 3 otherwise: each draw has a larger error on average,
+and the mean tends to 3.2.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ class Rounded:
     """A number on a grid.
 
     Attributes:
-        low, high: its neighbours, both the number itself where it is on the grid, both the end where it is outside.
-        up: the probability that stochastic rounding goes up.
-        nearest: where nearest rounding goes; ties to the neighbour of even place in the grid.
-        draws: how many times `high` and `low` came up.
+        low, high: its neighbours on the grid; both are the number itself if it is on the grid, and both are the end of
+            the grid if it is outside.
+        up: the probability that stochastic rounding gives `high`.
+        nearest: the result of nearest rounding; a tie goes to the neighbour with the even index.
+        draws: how often stochastic rounding gave `high` and `low`.
     """
 
     value: float
@@ -39,13 +41,13 @@ class Rounded:
 
     @property
     def mean(self) -> float:
-        """Of the draws."""
+        """The mean of the draws."""
         highs, lows = self.draws
         return (highs * self.high + lows * self.low) / (highs + lows)
 
     @property
     def expected_error(self) -> float:
-        """How far the mean of so many draws is off, typically."""
+        """The standard error of that mean."""
         return (self.high - self.low) * math.sqrt(self.up * (1 - self.up) / sum(self.draws))
 
 
@@ -53,7 +55,8 @@ def rounded(value: float, grid: tuple[float, ...] = E2M1_GRID, draws: int = 1000
     """Round a number on a grid, nearest and stochastically.
 
     Raises:
-        Refused: a grid of fewer than two values, or that does not rise; a number or a grid that is not finite.
+        Refused: the grid has fewer than two values or does not rise, the number or the grid is not finite, or draws is
+            below 1.
     """
     if len(grid) < 2 or any(not a < b for a, b in zip(grid, grid[1:], strict=False)):
         raise Refused(f"grid is {', '.join(map(str, grid))}; accepted: two or more rising numbers, such as 3,4")
@@ -81,7 +84,7 @@ def running_means(r: Rounded, draws: int, seed: int = 0) -> list[float]:
 
 @dataclass(frozen=True)
 class Block:
-    """A block under a spec: its decode scale, each value's image, the relative error."""
+    """A block under a spec: its decode scale, the decoded values, and the relative squared error."""
 
     spec: Spec
     scale: float
@@ -90,7 +93,11 @@ class Block:
 
 
 def block(values: list[float], spec: Spec, seed: int = 0) -> Block:
-    """Quantize some numbers as one block. Raises Refused for more than a block holds, or a spec that rotates."""
+    """Quantize numbers as one block.
+
+    Raises:
+        Refused: there are more numbers than a block holds, or none; or the spec has an RHT.
+    """
     if not 1 <= len(values) <= spec.fmt.block:
         raise Refused(f"{len(values)} numbers; accepted: 1 to {spec.fmt.block}, a block of {spec.format}")
     if spec.rht != "none":

@@ -10,11 +10,11 @@ from torch import nn
 
 from ..errors import Refused
 
-SAFE = {"local_files_only": True, "trust_remote_code": False}  # a folder's own code is never run, nor offered
+SAFE = {"local_files_only": True, "trust_remote_code": False}  # code in the folder never runs
 
 
 def is_model(folder: Path) -> bool:
-    """Whether a folder looks like one: a config.json that names a model type, and safetensors."""
+    """Whether a folder has a config.json with a model type, and safetensors."""
     config = folder / "config.json"
     return config.is_file() and '"model_type"' in config.read_text() and any(folder.glob("*.safetensors"))
 
@@ -25,10 +25,15 @@ def load(
     """The causal language model in a folder, in fp32, and batches of its tokens.
 
     Args:
-        text: cut into windows of `context` tokens; bytes stand for tokens where the folder has no tokenizer.
+        folder: the model's folder; nothing is downloaded.
+        text: text for the batches, which is cut into windows of `context` tokens. Without a tokenizer in the folder,
+            its bytes are the tokens.
+
+    Returns:
+        The model, and batches {"input_ids", "labels"}, int64 [batch, context] each.
 
     Raises:
-        Refused: transformers is missing, or cannot load the folder; too little text.
+        Refused: transformers is missing or cannot load the folder, or there is too little text.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,4 +1,4 @@
-"""measure: a model's layers on real batches, under one or more policies."""
+"""measure: quantization errors of a model's layers on batches, under one or more policies."""
 
 from __future__ import annotations
 
@@ -30,28 +30,27 @@ def measure(
     dtype: torch.dtype = torch.bfloat16,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Report:
-    """Measure what policies do to a model, layer by layer and operand by operand.
+    """Measure what policies do to a model, for each layer and operand.
 
     Args:
-        model: plain or converted; afterwards it is what it was.
-        batches: a few, each a tuple or dict of the model's arguments for which it returns a loss.
-        policies: names, or Policies of your own.
-        loss: loss(model, batch), where the model does not return one.
-        draws: of everything that is random; the floor of a drift is resolved to about 1/draws of the noise's own
-            sampling error.
-        tokens: of each layer that are kept and measured.
-        dtype: of activations and gradients where they are quantized: what autocast would make of them.
-        progress: called with (what is being done, done, of how many).
+        model: a plain or converted model; afterwards it is as before.
+        batches: tuples or dicts of the model's arguments; a few are enough.
+        policies: Policies or their names.
+        loss: loss(model, batch), a scalar; default: the model's result or its attribute `loss`.
+        draws: how often random operands are drawn, at least 3; more draws resolve a smaller drift.
+        tokens: tokens of each layer that are kept and measured.
+        dtype: the dtype of activations and gradients before they are quantized, as under autocast.
+        progress: called with (what is being done, number done, total).
 
     Returns:
         A Report.
 
     Raises:
-        Refused: no batches, no policies, draws under 3, a policy that takes no layer of this model.
-        TypeError: the loss is no scalar.
+        Refused: there are no batches or policies, draws is below 3, or a policy quantizes no layer of the model.
+        TypeError: the loss is not a scalar.
     """
     if draws < 3:
-        raise Refused(f"draws is {draws}; accepted: from 3, to tell noise from drift")
+        raise Refused(f"draws is {draws}; accepted: 3 or more, which noise and drift need")
     batches = list(batches)
     chosen = [known.get(policy) for policy in policies]
     if not chosen:
@@ -108,7 +107,7 @@ def _audit(
 
 
 def facts(layer: Layer) -> dict:
-    """What the report says of a layer's tensors, whatever the policy."""
+    """The facts of a layer's tensors that do not depend on a policy."""
     return {
         "shape": tuple(layer.w.shape),
         "tokens": layer.tokens,
@@ -120,7 +119,7 @@ def facts(layer: Layer) -> dict:
 
 
 def _ratios(model: nn.Module, batch: object, loss: Loss) -> dict[str, float]:
-    """‖g‖/‖noise‖ by layer; none where the policy took no layer."""
+    """Layer → ‖g‖/‖noise‖; empty if the policy quantizes no layer."""
     if not any(w.requires_grad for w in weights(model).values()):
         return {}
     with torch.enable_grad():
