@@ -1,4 +1,4 @@
-"""report.html of an audit: one file that loads nothing, in the style of all reports (fp4ext.pages)."""
+"""report.html of an audit: one file without external resources, in the style of fp4ext.pages."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from .report import Report
 SIZES = (940, 380), (360, 300)  # of the wide and of the narrow chart, pixels
 
 ABOUT_CURVES = (
-    "Relative error of the mean of B draws of dx and dw, mean over layers; points are measured, faint lines are the "
-    "fit variance/B + floor. Noise falls as 1/B; what flattens out is drift. A rounding that is not random has one "
-    "point: all of its error stays."
+    "Relative error of the mean of B draws of dx and dw, averaged over layers. Points are measured; faint lines are the "
+    "fit variance/B + floor. Noise falls as 1/B, and drift remains. Rounding that is not random has one point, since "
+    "its whole error remains."
 )
 ABOUT_ROWS = (
     "Error: E‖q−x‖²/‖x‖² of one draw q of x. Signed: Σ(q−x)·sign(x)/Σ|x|, with its 95 % interval over draws (exact "
     "where nothing is random). Misaligned: 1−E⟨q,x⟩/‖x‖². Noise and floor: the fit of the averaging law. Ratio: "
-    "B·err(B)/err(1) at B = 256, 1 where nothing drifts, 256 where all error does. Held to: the operand that the mean "
-    "comes closer to, plain or as the forward quantized it (hat)."
+    "B·err(B)/err(1) at B = 256: 1 without drift, 256 if the whole error is drift. Reference: the operand to which the "
+    "mean is closer, plain or as the forward quantized it (hat)."
 )
 
 
 def render(report: Report, title: str = "Audit", command: str = "", advice: Advice | None = None) -> str:
-    """The page.
+    """The page as HTML.
 
     Args:
-        command: what repeats it.
-        advice: a proposal to show with it.
+        command: the command that repeats the audit, if any.
+        advice: a proposal to show on the page.
     """
     parts = [f"<h1>{escape(title)}</h1>", f"<p>{escape(summary(report))}</p>"]
-    parts += [soft("Columns sort: choose a heading."), "<h2>Faults</h2>", _faults(report)]
+    parts += [soft("Click a heading to sort by its column."), "<h2>Faults</h2>", _faults(report)]
     parts += ["<h2>Noise and drift of the gradients</h2>", _curves(report), soft(ABOUT_CURVES)]
     parts += ["<h2>Policies</h2>", _policies(report)]
     parts += ["<h2>Operands and products</h2>", soft(ABOUT_ROWS)]
@@ -49,19 +49,21 @@ def render(report: Report, title: str = "Audit", command: str = "", advice: Advi
     parts += ["<h2>Scale bytes</h2>", _histograms(report)]
     parts += [soft("Share of blocks by scale byte (E4M3 codes 0–126 for NVFP4, E8M0 exponents for MX), all layers.")]
     parts += ["<h2>Layers</h2>", _layers(report)]
-    parts += [soft("‖g‖/‖noise‖: of the weight gradient while all layers round; under √3 = 1.73 it no longer helps.")]
+    parts += [
+        soft("‖g‖/‖noise‖ of the weight gradient while all layers round; below √3 = 1.73 the gradient no longer helps.")
+    ]
     parts += ["<h2>Largest gradients</h2>", _amax(report), soft("Largest |dy| of each batch, relative to the first's.")]
     if advice:
         parts += _advice(advice)
     left = {f"{policy}: {name}": why for policy, names in report.left.items() for name, why in names.items()}
     if left:
-        parts += ["<h2>What stays BF16</h2>", pairs(left)]
-    parts += [f"<h2>To repeat it</h2><pre>{escape(command)}</pre>"] if command else []
-    return page(title, [*parts, "<h2>Measured on</h2>", pairs(report.facts)])
+        parts += ["<h2>Modules in BF16</h2>", pairs(left)]
+    parts += [f"<h2>Command</h2><pre>{escape(command)}</pre>"] if command else []
+    return page(title, [*parts, "<h2>Settings</h2>", pairs(report.facts)])
 
 
 def summary(report: Report) -> str:
-    """What was found, in a sentence or two."""
+    """The losses and the number of faults, in a sentence or two."""
     base = report.losses.get("bf16")
     gaps = ", ".join(f"{p}\u00a0{1e3 * (report.losses[p] - base):+.1f}" for p in report.policies if base is not None)
     said = f"{len(report.layers)} layers. Loss on these batches, less that of bf16 ({base:.4f}): {gaps} mnat. "
@@ -193,7 +195,7 @@ def _rows(rows: list[Row]) -> str:
         cells.append(
             [row.module, f"{row.gemm}, {row.what}", _short(row.spec.key if row.spec else ""), row.of, *numbers]
         )
-    return table([("layer", ""), ("operand", ""), ("spec", ""), ("held to", ""), *MEASURES], cells)
+    return table([("layer", ""), ("operand", ""), ("spec", ""), ("reference", ""), *MEASURES], cells)
 
 
 def _shares(measured: list[Measured], product: bool) -> list[Cell]:
@@ -283,12 +285,14 @@ def _advice(advice: Advice) -> list[str]:
         ]
         parts += [f"<h3>Pretraining, {which}</h3>", table([*headings, ("stored", "bit/element")], rows)]
     base, now = advice.loss
-    parts.append(soft(f"Best first. Time priced on {advice.machine}. Loss {base:.4f} plain, {now:.4f} so."))
+    parts.append(
+        soft(f"Best first. Times are estimated for {advice.machine}. Loss {base:.4f} plain, {now:.4f} quantized.")
+    )
     return [*parts, f"<pre>{escape(advice.text())}</pre>"]
 
 
 def mean(values: Iterable[float]) -> float:
-    """The arithmetic mean; 0 of nothing."""
+    """The arithmetic mean; 0 for no values."""
     values = list(values)
     return sum(values) / len(values) if values else 0.0
 

@@ -1,4 +1,4 @@
-"""Report: what an audit found: rows of numbers, and the faults among them, each named with its place."""
+"""Report: the measurements of an audit, and the faults among them with their places."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SATURATION = 0.05  # of the blocks
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that a person should look at.
+    """A measurement beyond its limit.
 
     Attributes:
-        policy, module, gemm, what: where.
+        policy, module, gemm, what: its place.
         kind: "drift", "saturation", "underflow", "non-finite" or "noise".
-        size: the number that gave it away: floor, share of blocks, or ‖g‖/‖noise‖.
-        text: the finding and what would help, in a sentence.
+        size: the measurement: a floor, a share of blocks, or ‖g‖/‖noise‖.
+        text: a sentence with the finding and what would help.
     """
 
     policy: str
@@ -36,17 +36,17 @@ class Fault:
 
 @dataclass
 class Report:
-    """What `audit` found.
+    """The result of an audit.
 
     Attributes:
-        rows: policy → its rows, layer by layer.
-        ratios: policy → layer → ‖g‖/‖noise‖ of the weight gradient, all layers rounding at once (gradient_noise):
-            below √3 a gradient no longer helps. A layer's noise may come from those above it; a fault of kind "noise"
-            is a layer whose own rounding is enough. inf where nothing in the backward is random.
-        losses: policy → loss on the batches, mean; "bf16" is the plain model's.
-        layers: layer → facts of its tensors: shape, amax of each batch, outlier channels.
+        rows: policy → its rows, in the order of layers.
+        ratios: policy → layer → ‖g‖/‖noise‖ of the weight gradient while all layers round (gradient_noise). Below √3
+            the gradient no longer helps. Part of the noise may come from other layers, whereas a fault of kind "noise"
+            counts the layer's own rounding alone. inf if nothing in the backward is random.
+        losses: policy → mean loss on the batches, nats; "bf16" for the plain model.
+        layers: layer → facts of its tensors: shape, amax in each batch, outlier channels.
         left: policy → module → why it is not quantized.
-        facts: what was measured, on what.
+        facts: the settings of the audit.
     """
 
     rows: dict[str, list[Row]] = field(default_factory=dict)
@@ -68,8 +68,7 @@ class Report:
 
     @property
     def grouped(self) -> list[list[Fault]]:
-        """The faults of one kind at one place of a policy together, whatever the layer, the largest first: what all
-        layers have is the policy's own doing."""
+        """The faults by policy, kind, GEMM and operand, over all layers; the largest of each group first."""
         groups: dict[tuple, list[Fault]] = {}
         for fault in self.faults:
             groups.setdefault((fault.policy, fault.kind, fault.gemm, fault.what), []).append(fault)
@@ -82,7 +81,7 @@ class Report:
                     yield Fault(policy, row.module, row.gemm, row.what, kind, size, _text(row, kind, size))
 
     def to_json(self) -> dict:
-        """Everything, as what json.dumps takes; what is not finite is None."""
+        """Everything as objects for json.dumps; numbers that are not finite become None."""
         rows = {
             policy: [{**asdict(row), "spec": row.spec.key if row.spec else None} for row in rows]
             for policy, rows in self.rows.items()

@@ -127,7 +127,7 @@ def test_an_exception_names_the_module(mixture, batches, monkeypatch):
     advice = advise(mixture, batches, machine=machines.get("gb300"), draws=3, tokens=16, most=12, budget=0.5)
     assert [pattern for pattern, _ in advice.policy.rules] == ["blocks.0.mlp.experts", "blocks.1.mlp.experts"]
     assert advice.policy.recipe("pretrain", "blocks.1.mlp.experts").dgrad.dy is None
-    assert advice.why["rules.0"].startswith("the backward of this layer stays BF16: under ")
+    assert advice.why["rules.0"].startswith("the backward of this layer stays in BF16: under ")
 
 
 def test_transformers_experts_are_audited(tmp_path):
