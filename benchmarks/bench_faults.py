@@ -17,8 +17,9 @@ from timing import parser, publish, show, write_rows
 
 import fp4ext
 from fp4ext import Dgrad, Fprop, Recipe, Spec, policies
-from fp4ext.audit.operand import measure
-from fp4ext.audit.report import DRIFT, SATURATION, UNDERFLOW
+from fp4ext.audit.layer import DRIFT
+from fp4ext.audit.operand import measured, observe
+from fp4ext.audit.report import SATURATION, UNDERFLOW
 from fp4ext.testing import generate
 from fp4ext.train import Preset, Shape, data
 from fp4ext.train.arm import Arm
@@ -112,7 +113,7 @@ def main() -> None:
     shares = []
     for key in RULES:
         xs = [generate(kind, 256, 1024, seed=104) for kind in KINDS]
-        found = [measure(x, Spec.parse(key), -1, "x", {"x": x})[1].saturation for x in xs]
+        found = [measured([observe(x, Spec.parse(key), -1, "x", {"x": x})])[1].saturation for x in xs]
         shares.append([key, *(f"{share:.2%}" for share in found)])
     blocks.append(show("Share of blocks that saturate, by rule and data", ["rule", *KINDS], shares))
     print("rows:", write_rows("faults", rows))

@@ -1,26 +1,26 @@
-"""advise: rank formats and rules, stage by stage, on a model's own tensors, and write the choice down as a Policy.
+"""advise: rank formats and rules for each stage on a model's own tensors, and return the choice as a Policy.
 
-Each stage asks for something else, whatever the goal (docs/audit.md):
+The stages need different things, whatever the goal is (docs/audit.md):
 
-    pretraining, forward    low error: it is most of the loss gap
-    pretraining, backward   no drift first, since noise dilutes over tokens and steps; only then the goal
-    RL sampler              as the forward, with an outer scale that a row's batch mates cannot move
-    RL trainer              the sampler's own operands, and a backward in BF16 on them: any difference is off-policy
+    pretraining, forward    a low error, which makes most of the loss gap
+    pretraining, backward   no drift, since noise averages out over tokens and steps; the goal decides among the rest
+    RL sampler              as the forward, with an outer scale per row, which the other rows of a batch cannot change
+    RL trainer              the sampler's operands, and a backward in BF16 on them, since any difference is off-policy
 
-Candidates are measured (layer.py) and priced (cost.py). One that is faulty in more than a quarter of the layers comes
-after all that are sound; a layer in which the choice itself shows a fault stays in BF16.
+Candidates are measured (layer.py) and their time is estimated (cost_model.py). Candidates that are faulty in more than
+a quarter of the layers rank after all others. A layer in which the chosen candidate is faulty stays in BF16.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from ..nn.noise import SQRT3
+from ..errors import Refused
 from ..policy import policy_file
 from ..policy.policy import Policy
 from ..policy.recipe import Dgrad, Fprop, Recipe, Wgrad
@@ -28,13 +28,15 @@ from ..policy.spec import Spec
 from .calibrate import Here
 from .capture import Layer, Loss, capture, layers_of, loss_of, mean_loss, plain, under
 from .cost_model import layer_seconds
-from .layer import HAT, Row, judge
+from .layer import DRIFT, HAT, Row, judge
 from .machines import Machine
+from .operand import Measured
 from .operations import Op, of_layer
-from .report import DRIFT, SATURATION, UNDERFLOW
+from .report import found_in
 
+Progress = Callable[[str, int, int], None]  # what is being done, done, of how many
 GOALS = ("error", "bias", "speed", "memory")
-FEW = 0.25  # share of the modules that may be faulty under a candidate that is sound
+FEW = 0.25  # a sound candidate is faulty in at most this share of the modules
 NVFP4, TILE, MX = Spec("nvfp4"), Spec("nvfp4", block="16x16"), Spec("mxfp8")
 
 
@@ -70,16 +72,16 @@ BACKWARD: dict[str, Callable[[Fprop], Recipe]] = {
 
 @dataclass(frozen=True)
 class Score:
-    """A candidate of a stage, over the layers that were measured.
+    """The measurements of a candidate of a stage.
 
     Attributes:
-        error: mean relative MSE of the products (y; dx and dw), of one draw, over the modules that are not faulty: the
-            others would be exceptions. Over all, where all are faulty.
-        drift: mean floor of the same: what no average removes. Zero in a forward, which is judged by its error.
-        faults: module in which its operands or products drift, saturate or underflow → the first that was found.
-        seconds: of the stage's GEMMs and quantizers for one token of all layers.
-        bits: stored bits an element: of weights (forward), of activations saved for backward.
-        modules: how many were measured.
+        error: relative MSE of the products (y; or dx and dw) in one draw, mean over the modules without a fault, which
+            alone would use the candidate; over all modules if all are faulty.
+        drift: the mean floor of the same products, which no average removes; 0 for a forward.
+        faults: module whose operands or products drift, saturate or underflow → the worst fault.
+        seconds: time of the stage's GEMMs and quantizers in all measured layers, per token.
+        bits: stored bits per element of weights (forward) or of activations saved for the backward.
+        modules: the number of modules measured.
     """
 
     name: str
@@ -92,20 +94,20 @@ class Score:
 
     @property
     def sound(self) -> bool:
-        """Whether its faults are few enough to be exceptions of their layers rather than its own doing."""
+        """Whether at most the share FEW of the modules is faulty."""
         return len(self.faults) <= self.modules * FEW
 
 
 @dataclass
 class Advice:
-    """A policy, and why.
+    """A proposed policy and the reasons for it.
 
     Attributes:
-        policy: the proposal.
-        why: place in the policy file → reason, with numbers.
-        ranked: "forward" and "backward" → Scores, the best on the goal first.
-        goal, machine: what was asked for, and what it was priced on.
-        loss: of the plain model and of the proposal on the batches.
+        policy: the proposed Policy.
+        why: key in the policy file → reason, with numbers.
+        ranked: "forward" and "backward" → Scores, best first.
+        goal, machine: the goal, and the name of the machine for which times were estimated.
+        loss: mean loss on the batches of the plain model and under the policy, nats.
     """
 
     policy: Policy
@@ -116,7 +118,7 @@ class Advice:
     loss: tuple[float, float] = (0.0, 0.0)
 
     def text(self, form: str = "toml") -> str:
-        """The policy file."""
+        """The policy file, as "toml" or "json"."""
         return policy_file.dumps(self.policy, self.why, form)
 
 
@@ -132,30 +134,37 @@ def advise(
     tokens: int = 256,
     most: int = 8,
     name: str = "advice",
-    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    progress: Progress = lambda what, done, of: None,
 ) -> Advice:
     """Propose a policy for a model.
 
     Args:
-        goal: "error", "bias", "speed" or "memory": what decides among the 4-bit candidates that are sound.
-        machine: what the time is priced on.
-        budget: relative increase of the loss on the batches that is allowed; layers leave 4 bits, the costliest in loss
-            first, until it is kept.
-        most: layers that are measured, spread over the model; experts are two.
-        name: of the policy.
+        batches: tuples or dicts of the model's arguments, as `loss` takes them.
+        goal: "error", "bias", "speed" or "memory"; it ranks the 4-bit candidates that are sound.
+        machine: the machine for which times are estimated: machines.get, or calibrate's Here.
+        budget: the allowed relative increase of the loss on the batches. While the increase is larger, the layer that
+            costs most loss goes back to BF16.
+        loss: loss(model, batch), a scalar.
+        draws: how often each random operand is drawn.
+        tokens: tokens of each layer that are kept and measured.
+        most: the number of layers that are measured, spread over the model; the experts of a block are two layers.
+        name: the name of the proposed policy.
+        progress: called with (what is being done, number done, total).
 
     Raises:
-        ValueError: an unknown goal, a budget that is not above zero, no batches, a model without a layer to convert.
+        Refused: the goal is unknown, the budget is not above zero, there are no batches, or the model has no layer to
+            convert.
+        TypeError: the loss is not a scalar.
     """
     if goal not in GOALS:
-        raise ValueError(f"unknown goal {goal!r}; accepted: {', '.join(GOALS)}")
+        raise Refused(f"unknown goal {goal!r}; accepted: {', '.join(GOALS)}")
     if not budget > 0:
-        raise ValueError(f"budget is {budget}; accepted: a relative loss above 0, such as 0.01")
+        raise Refused(f"budget is {budget}; accepted: a relative loss above 0, such as 0.01")
     batches = list(batches)
     with under(model, "end_to_end") as converted:
         names = {n: module for n, module in layers_of(model).items() if module in converted.converted}
     if not names:
-        raise ValueError("the model has no layer to convert; accepted: a model with nn.Linear layers or experts")
+        raise Refused("the model has no layer to convert; accepted: a model with nn.Linear layers or experts")
     step = max(1, -(-len(names) // most))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -176,17 +185,25 @@ def advise(
 
 
 def needed() -> list[Op]:
-    """The operations that a machine must be calibrated for, so that every candidate can be priced."""
+    """The operations of all candidates, for calibrate."""
     recipes = [*FORWARD.values(), *(make(f.fprop) for f in FORWARD.values() for make in BACKWARD.values())]
     return [op for recipe in recipes for op in of_layer(recipe, 1, 1, 1)]
 
 
-def _scores(candidates, which, layers: list[Layer], machine, draws, goal, progress) -> list[Score]:
+def _scores(
+    candidates: Mapping[str, Recipe],
+    which: str,
+    layers: list[Layer],
+    machine: Machine | Here,
+    draws: int,
+    goal: str,
+    progress: Progress,
+) -> list[Score]:
     scores = []
     for i, (key, recipe) in enumerate(candidates.items()):
         progress(f"{which}: {key}", i, len(candidates))
         scores.append(_score(key, recipe, which, layers, machine, draws))
-    order = {
+    order: Callable[[Score], tuple] = {
         "error": lambda s: (not s.sound, s.error),
         "bias": lambda s: (not s.sound, s.drift if s.drift > DRIFT else 0.0, s.error),
         "speed": lambda s: (not s.sound, s.seconds),
@@ -195,9 +212,11 @@ def _scores(candidates, which, layers: list[Layer], machine, draws, goal, progre
     return sorted(scores, key=order)
 
 
-def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine, draws: int) -> Score:
-    products_of, faulty, spent = {}, {}, 0.0
-    tokens = min((layer.tokens for layer in layers), default=0)  # experts have rows for each of a token's choices
+def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine: Machine | Here, draws: int) -> Score:
+    products_of: dict[str, list[Measured]] = {}
+    faulty: dict[str, str] = {}
+    spent = 0.0
+    tokens = min((layer.tokens for layer in layers), default=0)  # experts have top_k rows per token
     for layer in layers:
         mine = [row for row in judge(layer, recipe, draws) if (row.gemm == "fprop") == (which == "fprop")]
         products_of.setdefault(layer.module, []).extend(row.measured for row in mine if row.is_product)
@@ -221,17 +240,16 @@ def _score(key: str, recipe: Recipe, which: str, layers: list[Layer], machine, d
 
 def _fault(row: Row) -> str:
     """What is wrong with an operand or a product, and how much; "" where nothing is."""
-    m, place = row.measured, f"of {row.gemm} {row.what}"
-    if m.non_finite > 0:
-        return f"{m.non_finite:.1%} of the blocks {place} are not finite"
-    if row.gemm != "fprop" and m.law.drifts and m.law.floor.low > DRIFT:
-        return f"{m.law.floor.mean:.1e} of the energy {place} is drift"
-    if row.gemm != "fprop" and row.is_product and m.snr_ratio < SQRT3:
-        return f"the noise {place} drowns it, at {m.snr_ratio:.2g} times the noise"
-    for share, limit, what in ((m.saturation, SATURATION, "saturate"), (m.underflow, UNDERFLOW, "underflow")):
-        if share > limit:
-            return f"{share:.1%} of the blocks {place} {what}"
-    return ""
+    kind, size = next(found_in(row), ("", 0.0))
+    of = f"of {row.gemm} {row.what}"
+    return {
+        "": "",
+        "non-finite": f"{size:.1%} of the blocks {of} are not finite",
+        "drift": f"{size:.1e} of the energy {of} is drift",
+        "noise": f"the noise {of} drowns it: its norm is {size:.2g} times the noise",
+        "saturation": f"{size:.1%} of the blocks {of} saturate",
+        "underflow": f"{size:.1%} of the blocks {of} underflow",
+    }[kind]
 
 
 def _policy(name: str, fprop: Fprop, pretrain: Recipe) -> Policy:
@@ -244,26 +262,24 @@ def _policy(name: str, fprop: Fprop, pretrain: Recipe) -> Policy:
 
 def _reasons(advice: Advice, chosen: Score, back: Score) -> None:
     forward, backward, goal = advice.ranked["forward"], advice.ranked["backward"], advice.goal
-    advice.why[""] = f"Proposed for the goal {goal!r}; time priced on {advice.machine}."
+    advice.why[""] = f"Proposed for the goal {goal!r}; times are estimated for {advice.machine}."
     for operand in ("x", "w"):
         advice.why[f"pretrain.fprop.{operand}"] = f"{_said(chosen)}; next: {_others(forward, chosen)}"
-    drift = (
-        f"floor {back.drift:.1e}, unbiased by the averaging law" if back.drift <= DRIFT else f"floor {back.drift:.1e}"
-    )
+    drift = f"floor {back.drift:.1e}, which is no drift" if back.drift <= DRIFT else f"floor {back.drift:.1e}"
     for gemm, what in (("dgrad", ("dy", "w")), ("wgrad", ("dy", "x"))):
         for operand in what:
             advice.why[f"pretrain.{gemm}.{operand}"] = f"{_said(back)}, {drift}; next: {_others(backward, back)}"
         hat = {"dgrad": "w", "wgrad": "x"}[gemm] + HAT
-        advice.why[f"pretrain.{gemm}.from_fprop"] = f"of {hat}, so that it is the gradient of what the forward computed"
+        advice.why[f"pretrain.{gemm}.from_fprop"] = f"from {hat}, so that the gradient is that of the computed forward"
     for operand in ("x", "w"):
         advice.why[f"rl_sampler.fprop.{operand}"] = (
-            f"{_said(chosen)} in pretraining's forward; an outer scale that a row's batch mates cannot move"
+            f"{_said(chosen)} in pretraining's forward; the outer scale does not depend on other rows of the batch"
         )
-        advice.why[f"rl_trainer.fprop.{operand}"] = "exactly the sampler's: any difference is off-policy"
+        advice.why[f"rl_trainer.fprop.{operand}"] = "the sampler's, since any difference is off-policy"
 
 
 def _said(s: Score) -> str:
-    return f"{s.name}: error {s.error:.2e}, {s.bits:g} bit, {1e9 * s.seconds:.3g} ns a token"
+    return f"{s.name}: error {s.error:.2e}, {s.bits:g} bits, {1e9 * s.seconds:.3g} ns per token"
 
 
 def _others(scores: list[Score], but: Score) -> str:
@@ -273,20 +289,28 @@ def _others(scores: list[Score], but: Score) -> str:
 
 
 def _exceptions(advice: Advice, chosen: Score, back: Score) -> None:
-    """Layers in which the forward shows a fault stay in BF16; those in which the backward does keep their forward."""
+    """Add rules: a layer with a faulty forward stays in BF16; one with a faulty backward alone keeps its forward."""
     for layer in dict.fromkeys((*chosen.faults, *back.faults)):
         whole = layer in chosen.faults
         score, what, recipe = (
-            (chosen, "this layer stays", Recipe())
+            (chosen, "this layer stays in", Recipe())
             if whole
-            else (back, "the backward of this layer stays", Recipe(advice.policy.pretrain.fprop))
+            else (back, "the backward of this layer stays in", Recipe(advice.policy.pretrain.fprop))
         )
-        advice.why[f"rules.{len(advice.policy.rules)}"] = f"{what} BF16: under {score.name} {score.faults[layer]}"
+        advice.why[f"rules.{len(advice.policy.rules)}"] = f"{what} BF16: under {score.name}, {score.faults[layer]}"
         advice.policy = replace(advice.policy, rules=(*advice.policy.rules, (layer, recipe)))
 
 
-def _keep_budget(advice: Advice, model, batches, loss: Loss, names: list[str], budget: float, progress) -> None:
-    """Greedy: the layer that costs most loss leaves 4 bits first, until the loss is within the budget."""
+def _keep_budget(
+    advice: Advice,
+    model: nn.Module,
+    batches: list,
+    loss: Loss,
+    names: list[str],
+    budget: float,
+    progress: Progress,
+) -> None:
+    """Return layers to BF16, the one that costs most loss first, until the loss is within the budget."""
 
     def mean(policy: Policy | None) -> float:
         torch.manual_seed(0)
@@ -300,14 +324,12 @@ def _keep_budget(advice: Advice, model, batches, loss: Loss, names: list[str], b
             progress("sensitivity", i, len(names))
             others = tuple(n for n in names if n != layer)
             alone[layer] = mean(advice.policy.with_(keep=(*advice.policy.keep, *others))) - base
-        for layer in sorted(alone, key=alone.get, reverse=True):
+        for layer in sorted(alone, key=lambda name: alone[name], reverse=True):
             advice.policy = advice.policy.with_(keep=(*advice.policy.keep, layer))
             now = mean(advice.policy)
             if now <= base * (1 + budget):
                 break
     left = [n for n in names if n in advice.policy.keep]
-    change = f"loss on these batches {base:.4f} plain, {now:.4f} so ({now / base - 1:+.2%}; allowed {budget:.2%})"
-    advice.why["keep"] = (
-        f"{change}; {len(left)} of {len(names)} layers left in BF16 for it, the costliest in loss first"
-    )
+    change = f"loss {base:.4f} plain, {now:.4f} quantized ({now / base - 1:+.2%}; allowed {budget:.2%})"
+    advice.why["keep"] = f"{change}; {len(left)} of {len(names)} layers, which cost most loss, stay in BF16 for it"
     advice.loss = (base, now)

@@ -1,16 +1,16 @@
-"""The averaging law: what of an error averages out, and what stays.
+"""The averaging law: which part of an error averages out, and which part stays.
 
-A quantizer's draws err by e_b = n_b + d: noise, independent from draw to draw with mean zero, and drift, the same in
-all. The mean of B draws then errs by
+Draw b of a quantizer has the error e_b = n_b + d. The noise n_b is independent between draws and has mean zero; the
+drift d is the same in all draws. The mean of B draws then has the error
 
     err(B) = E‖(e_1 + … + e_B)/B‖² = variance/B + floor,    variance = E‖n‖²,   floor = ‖d‖².
 
-So a random error is forgiven by averages over tokens and steps, and a drift is not, however small it looks beside the
-noise of one draw. Both follow from the inner products of the draws' errors, without a bias of their own:
+Averages over tokens and steps therefore remove noise, and keep a drift, however small it is beside the noise of one
+draw. The inner products of the draws' errors give unbiased estimates of both:
 
     floor = mean of ⟨e_a, e_b⟩ over a ≠ b,    variance = mean of ‖e_a‖² less the floor,
 
-which is the fit of that law to the averages over all subsets of the draws. All errors are relative, ‖·‖² over ‖truth‖².
+which fits the law to the averages over all subsets of the draws. All errors are relative, ‖·‖² over ‖truth‖².
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-AT = 256  # draws at which docs/numerics.md, 8, judges: B·err(mean of B)/err(1) within 10 % of 1
+AT = 256  # draws at which docs/numerics.md, 8, requires B·err(mean of B)/err(1) to be within 10 % of 1
 UNBIASED = 1.1
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its confidence interval; an exact value has none to speak of (low = mean = high)."""
+    """A mean and its 95 % confidence interval; for an exact value low = mean = high."""
 
     mean: float
     low: float
@@ -38,13 +38,13 @@ class Interval:
 
     @classmethod
     def around(cls, mean: float, error: float, freedom: int) -> Interval:
-        """95 % by Student's t, with the standard error of the mean and its degrees of freedom."""
+        """By Student's t, from the standard error of the mean and its degrees of freedom."""
         half = t_quantile(freedom) * error
         return cls(mean, mean - half, mean + half)
 
     @classmethod
     def of(cls, samples: Tensor) -> Interval:
-        """Of independent samples [B]."""
+        """The interval of the mean of independent samples [B]."""
         if len(samples) < 2:
             return cls.exact(samples.mean().item())
         return cls.around(samples.mean().item(), samples.std().item() / math.sqrt(len(samples)), len(samples) - 1)
@@ -55,10 +55,10 @@ class Law:
     """err(B) = variance/B + floor, fitted to draws.
 
     Attributes:
-        variance: of one draw, relative to ‖truth‖².
-        floor: what no average removes, relative to ‖truth‖²; estimated without bias, so it may come out below zero.
-        curve: (B, relative error of the mean of the first B draws), for B = 1, 2, 4, …
-        draws: how many; 1 where nothing is random: then all of the error is floor, exactly.
+        variance: the noise of one draw, relative to ‖truth‖².
+        floor: the error that no average removes, relative to ‖truth‖²; its unbiased estimate may be negative.
+        curve: (B, relative error of the mean of the first B draws) for B = 1, 2, 4, …
+        draws: the number of draws; 1 where nothing is random, and the floor is then the whole error.
     """
 
     variance: float
@@ -67,29 +67,33 @@ class Law:
     draws: int
 
     def err(self, b: int) -> float:
-        """The law's error of the mean of b draws."""
+        """The fitted error of the mean of b draws, relative to ‖truth‖²."""
         return self.variance / b + max(self.floor.mean, 0.0)
 
     @property
     def ratio(self) -> Interval:
-        """B·err(B)/err(1) at B = 256: 1 where nothing drifts, 256 where all of the error does."""
-        return Interval(*(self._ratio(floor) for floor in (self.floor.mean, self.floor.low, self.floor.high)))
-
-    def _ratio(self, floor: float) -> float:
-        one = self.variance + floor
-        return min(max((self.variance + AT * floor) / one, 0.0), float(AT)) if one > 0 else 1.0
+        """B·err(B)/err(1) at B = 256: 1 without drift, 256 if the whole error is drift."""
+        return Interval(
+            *(ratio_of(self.variance, floor) for floor in (self.floor.mean, self.floor.low, self.floor.high))
+        )
 
     @property
     def drifts(self) -> bool:
-        """Whether drift is there beyond doubt, by the gate of docs/numerics.md, 8."""
+        """Whether the confidence interval of `ratio` is above the limit of docs/numerics.md, 8."""
         return self.ratio.low > UNBIASED
 
 
+def ratio_of(variance: float, floor: float) -> float:
+    """B·err(B)/err(1) at B = AT, within [0, AT]; 1 for an error of zero."""
+    one = variance + floor
+    return min(max((variance + AT * floor) / one, 0.0), float(AT)) if one > 0 else 1.0
+
+
 def fit(errors: Tensor, power: float) -> Law:
-    """The law of draws' errors.
+    """Fit the law to the errors of draws.
 
     Args:
-        errors: [B, …], the error of each draw. One draw: an error that is not random.
+        errors: [B, …], the error of each draw; B = 1 for an error that is not random.
         power: ‖truth‖² over the same entries.
     """
     flat = errors.flatten(1).double()
@@ -106,7 +110,7 @@ def fit(errors: Tensor, power: float) -> Law:
     curve = tuple((n, (gram[:n, :n].sum() / n**2).item()) for n in sizes)
     if b == 2:
         return Law(one - floor, Interval(floor, -one, one), curve, b)
-    # Leave one draw out at a time: the spread of what remains is the estimate's own.
+    # Jackknife: the spread of the estimates that leave one draw out gives the standard error.
     without = (off.sum() - 2 * off) / ((b - 1) * (b - 2))
     error = ((b - 1) / b * (without - without.mean()).square().sum()).sqrt().item()
     return Law(one - floor, Interval.around(floor, error, b - 1), curve, b)

@@ -1,21 +1,24 @@
-"""`here`: what each primitive operation takes on this machine, measured on the spot.
+"""calibrate: measure the time of each primitive operation on this machine, which is then called `here`.
 
-Each kind of operation is timed at two sizes, and its time taken as overhead + work/rate. All take turns, and the median
-of each counts: on a machine that others use too, the fastest run of a short operation found a quiet moment that a whole
-step never has.
+Each kind of operation is timed at two sizes, and modelled as overhead + work/rate. The operations take turns, and the
+median of each counts: on a machine that others use too, the fastest run of a short operation is faster than the same
+operation within a whole step.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..functional import ops
 from ..functional.gemms import gemm
+from ..functional.qtensor import QTensor
 from ..functional.quantization import quantize
 from ..nn.dense import Linear
 from ..policy import policies
@@ -29,11 +32,11 @@ LAYER = "end_to_end"  # the policy whose layer's bookkeeping is timed
 
 @dataclass(frozen=True)
 class Here:
-    """This machine.
+    """This machine, as measured.
 
     Attributes:
-        costs: kind and keys of an operation → (seconds of a call, seconds a unit of work).
-        layer: what a layer's forward and backward take beside their operations: autograd, checks, random state.
+        costs: kind and keys of an operation → (seconds per call, seconds per unit of work).
+        layer: seconds that a layer's forward and backward spend outside their operations: autograd, checks, RNG state.
     """
 
     costs: dict[tuple, tuple[float, float]]
@@ -41,7 +44,7 @@ class Here:
     name: str = "here"
 
     def seconds(self, op: Op) -> float:
-        """What an operation takes. Raises KeyError for one that was not calibrated."""
+        """The time of an operation. Raises KeyError for one that was not calibrated."""
         call, unit = self.costs[op.kind, op.keys]
         return call + unit * op.work
 
@@ -98,7 +101,7 @@ def _layer_run() -> Callable[[], object]:
     layer = Linear(k, n, bias=False, policy=LAYER, dtype=torch.bfloat16)
     x, dy = torch.ones(t, k, dtype=torch.bfloat16, requires_grad=True), torch.ones(t, n, dtype=torch.bfloat16)
 
-    def run():
+    def run() -> None:
         with torch.enable_grad():
             torch.autograd.grad(layer(x), (x, layer.weight), dy)
 
@@ -120,12 +123,12 @@ def _run(kind: str, keys: tuple[str, ...], sizes: tuple[int, int, int]) -> tuple
         q = quantize(x, keys[0])
         return lambda: q.dequantize(torch.bfloat16), m * k
     a, b = (_operand(fmt, rows, k) for fmt, rows in zip(keys[:2], (m, n), strict=True))
-    if keys[:2] == ("bf16", "bf16"):
-        return lambda: torch.nn.functional.linear(a, b), m * n * k
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return functools.partial(torch.nn.functional.linear, a, b), m * n * k
     out = torch.float32 if keys[2] == "fp32" else torch.bfloat16
     return lambda: gemm(a, b, None, out), m * n * k
 
 
-def _operand(fmt: str, rows: int, k: int):
+def _operand(fmt: str, rows: int, k: int) -> Tensor | QTensor:
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
     return x if fmt == "bf16" else quantize(x, Spec(fmt))

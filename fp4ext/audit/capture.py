@@ -1,8 +1,9 @@
-"""capture: what each layer reads and is told, on some batches: x [T, K] and dy [T, N], in plain arithmetic.
+"""capture: record the input x [T, K] and output gradient dy [T, N] of each layer while the plain model runs on batches.
 
-All policies are then judged on the same tensors, and a layer that quantizes badly can't spoil what its neighbours see.
+All policies are then measured on the same tensors, and a layer that quantizes badly does not change the tensors of
+other layers.
 
-The experts of a mixture are two layers, one a stack of weights, by the name of the parameter: "mlp.experts.down_proj".
+The experts of a mixture are two layers, one per stack of weights, named after the parameter: "mlp.experts.down_proj".
 Their rows stay sorted by expert.
 """
 
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,40 +22,41 @@ from ..conversion.decision import Filter
 from ..conversion.in_place import Report as Converted
 from ..conversion.in_place import convert, restored
 from ..conversion.names import named_modules
+from ..errors import Refused
 from ..nn import transformers_experts
 from ..nn.dense import Linear, linear
-from ..nn.experts import Experts, grouped_linear
+from ..nn.experts import grouped_linear
 from ..nn.noise import is_mixture
 from ..policy.policy import Policy
 from ..policy.recipe import Recipe
 from ..policy.stages import STAGES
 
 Loss = Callable[[nn.Module, object], Tensor]
-MANY = 8  # times the tokens kept of a linear layer are kept of a layer of so many experts or more
+MANY = 8  # a layer of experts keeps min(MANY, experts) times as many tokens as a linear layer
 
 
 @dataclass
 class Layer:
-    """What one linear layer, or one of the two layers that experts are, saw.
+    """The tensors of one linear layer, or of one of the two layers of experts.
 
     Attributes:
-        name: of the layer. module: of the module that it belongs to, by which a policy chooses.
-        x, dy: sampled tokens of all batches, [T, K] and [T, N], rounded to `dtype` as autocast does; fp32 on the CPU,
-            where they are judged, whatever the model's device.
-        w: the weight [N, K], or a stack of experts' [E, N, K], fp32.
+        name: the layer's name. module: the name of its module, by which a policy chooses.
+        x, dy: sampled tokens of all batches, [T, K] and [T, N]: fp32 on the CPU, whatever the model's device, with
+            values rounded to `dtype` as under autocast.
+        w: the weight [N, K], or a stack of experts [E, N, K]; fp32 on the CPU.
         offsets: int32 [E], the ends of the experts' rows in x and dy; None for a linear layer.
-        tokens: how many rows the batches brought, before sampling.
-        channels: largest magnitude of each channel of x, over all tokens.
-        amax: for "x" and "dy", the largest magnitude in each batch.
-        non_finite: for "x" and "dy", how many values of all batches were not finite.
+        tokens: the number of rows in all batches, before sampling.
+        channels: the largest magnitude in each channel of x over all tokens, [K].
+        amax: "x" and "dy" → the largest magnitude in each batch.
+        non_finite: "x" and "dy" → the number of values in all batches that are not finite.
     """
 
     name: str
     module: str
     w: Tensor
     offsets: Tensor | None = None
-    x: Tensor | None = None
-    dy: Tensor | None = None
+    x: Tensor = field(default_factory=lambda: torch.empty(0))
+    dy: Tensor = field(default_factory=lambda: torch.empty(0))
     tokens: int = 0
     channels: Tensor | None = None
     amax: dict[str, list[float]] = field(default_factory=lambda: {"x": [], "dy": []})
@@ -63,15 +66,15 @@ class Layer:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return tuple(self.w.shape[-2:])
+        return self.w.shape[-2], self.w.shape[-1]
 
     @property
     def experts(self) -> int:
-        """How many matrices it has."""
+        """The number of weight matrices."""
         return 1 if self.offsets is None else len(self.w)
 
     def each(self, t: Tensor) -> list[Tensor]:
-        """Of x, dy or w the part of each expert, which is quantized by itself; all of it for a linear layer."""
+        """x, dy or w split by expert, as each part is quantized on its own; whole for a linear layer."""
         if self.offsets is None:
             return [t]
         if t.dim() == 3:
@@ -79,13 +82,13 @@ class Layer:
         return list(t.tensor_split(self.offsets[:-1].tolist()))
 
     def product(self, x: Tensor, w: Tensor, recipe: Recipe) -> Tensor:
-        """y by the layer's own code."""
+        """y [T, N], computed by the layer's own code under `recipe`."""
         if self.offsets is None:
             return linear(x, w, None, recipe)
         return grouped_linear(x, w, self.offsets, recipe)
 
     def outlier_channels(self, times: float = 20.0) -> list[tuple[int, float]]:
-        """(channel of x, its amax over the median channel's) of those beyond `times` it, largest first."""
+        """(channel of x, its amax relative to the median channel's), for ratios above `times`, largest first."""
         if self.channels is None or not self.channels.numel():
             return []
         ratio = self.channels / self.channels.median().clamp_min(1e-30)
@@ -95,16 +98,18 @@ class Layer:
 
 @contextmanager
 def under(model: nn.Module, policy: Policy | str, filter: Filter | None = None) -> Iterator[Converted]:
-    """The model converted by a policy, for a time; afterwards every module is what it was."""
+    """Convert the model by a policy inside the block; afterwards every module is as before."""
     with restored(model.modules()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # who calls it says where nothing is converted
+        warnings.simplefilter("ignore")  # callers check for themselves whether anything was converted
         yield convert(model, policy, filter)
 
 
 @contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
-    """The model with nothing quantized, for a time."""
-    before = [(m, m.recipes) for m in model.modules() if isinstance(getattr(m, "recipes", None), dict)]
+    """Quantize nothing in the model inside the block."""
+    before: list[tuple[Any, dict]] = [
+        (m, r) for m in model.modules() if isinstance(r := getattr(m, "recipes", None), dict)
+    ]
     try:
         for module, _ in before:
             module.recipes = dict.fromkeys(STAGES, Recipe())
@@ -116,23 +121,25 @@ def plain(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def bare(model: nn.Module) -> Iterator[None]:
-    """The model with nothing quantized, for a time, its experts such that their products can be watched."""
+    """Quantize nothing in the model inside the block, and convert its experts so that `watched` works on them."""
     with restored(model.modules()), plain(model):
         for name, module in named_modules(model):
             if transformers_experts.is_stacked(module) and transformers_experts.why_not(module) is None:
                 transformers_experts.swap(module)
-                module.set_policy("bf16", name)
+                stacked: Any = module  # of another class now
+                stacked.set_policy("bf16", name)
         yield
 
 
 def layers_of(model: nn.Module) -> dict[str, str]:
-    """Layer → module of the layers that a converted model has; the experts of a mixture are two."""
+    """Layer → module of all layers of a converted model; the experts of a mixture are two layers."""
     found = {}
     for name, module in named_modules(model):
         if type(module) is Linear:
             found[name] = name
         elif is_mixture(module):
-            found |= {joined(name, stack): name for stack in module.stacks}
+            mixture: Any = module
+            found |= {joined(name, stack): name for stack in mixture.stacks}
     return found
 
 
@@ -141,9 +148,13 @@ def joined(module: str, stack: str) -> str:
     return f"{module}.{stack}" if module else stack
 
 
-def watched(module: Experts | transformers_experts.Stacked, see: Callable[[str, Tensor, Tensor, Tensor], None]) -> None:
-    """Have `see` called with the stack's name, x [T, K], offsets and y [T, N] of each product of experts, until `under`
-    or the caller takes the attribute `product` off the module again."""
+def watched(module: Any, see: Callable[[str, Tensor, Tensor, Tensor], None]) -> None:
+    """Call `see` after each product of experts, until `under` or the caller deletes the module's attribute `product`.
+
+    Args:
+        module: Experts, or experts of transformers that Stacked is mixed into.
+        see: called with the stack's name, x [T, K], offsets int32 [E], and y [T, N].
+    """
     own = module.product
 
     def product(x: Tensor, name: str, offsets: Tensor) -> Tensor:
@@ -154,11 +165,11 @@ def watched(module: Experts | transformers_experts.Stacked, see: Callable[[str, 
     module.product = product
 
 
-def loss_of(model: nn.Module, batch) -> Tensor:
-    """The loss of a batch: what the model returns, or its `.loss`. A batch is a tuple or a dict of arguments.
+def loss_of(model: nn.Module, batch: object) -> Tensor:
+    """The loss of a batch: the model's result or its attribute `loss`. A batch is a tuple or dict of arguments.
 
     Raises:
-        TypeError: that is no scalar.
+        TypeError: the loss is not a scalar.
     """
     arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
     out = model(**batch) if isinstance(batch, dict) else model(*arguments)
@@ -173,7 +184,7 @@ def loss_of(model: nn.Module, batch) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, batches: list, loss: Loss) -> float:
-    """Of the batches, as the model is now."""
+    """The mean loss over `batches` in the model's current state."""
     return sum(loss(model, batch).item() for batch in batches) / len(batches)
 
 
@@ -189,17 +200,20 @@ def capture(
     """Run the batches through the plain model, forward and backward; name → Layer of each of `names` (layers_of).
 
     Args:
-        model: its parameters' gradients are not touched.
-        batches: each a tuple or dict that `loss` understands.
-        tokens: kept of each linear layer, spread evenly over the batches; of experts more, as there are more of them.
+        model: the model; the gradients of its parameters do not change.
+        batches: tuples or dicts that `loss` takes.
+        tokens: the number of tokens to keep of each linear layer, spread evenly over the batches; up to MANY times as
+            many are kept of experts.
+        dtype: the dtype to which x and dy are rounded.
 
     Raises:
-        ValueError: no batch.
+        Refused: there is no batch.
     """
     batches = list(batches)
     if not batches:
-        raise ValueError("batches is empty; accepted: one or more batches")
-    modules, layers = dict(named_modules(model)), {}
+        raise Refused("batches is empty; accepted: one or more batches")
+    modules: dict[str, Any] = dict(named_modules(model))
+    layers: dict[str, Layer] = {}
     share = max(1, tokens // len(batches))
     look = _Look(share, dtype, torch.Generator().manual_seed(seed))
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -221,13 +235,11 @@ def capture(
     finally:
         for hook in hooks:
             hook.remove()
-    for layer in layers.values():
-        _gather(layer)
-    return {name: layer for name, layer in layers.items() if layer.x is not None}
+    return {name: layer for name, layer in layers.items() if _gather(layer)}
 
 
-def _layer(modules: dict[str, nn.Module], name: str) -> Layer:
-    """A layer of a bare model, nothing of it seen yet."""
+def _layer(modules: dict[str, Any], name: str) -> Layer:
+    """The Layer of a bare model, before any batch."""
     if name in modules:
         return Layer(name, name, modules[name].weight.detach().float().cpu())
     owner, _, stack = name.rpartition(".")
@@ -235,37 +247,39 @@ def _layer(modules: dict[str, nn.Module], name: str) -> Layer:
     return Layer(name, owner, w, torch.zeros(len(w), dtype=torch.int32))
 
 
-def _gather(layer: Layer) -> None:
-    """What was kept of all batches, sorted by expert."""
+def _gather(layer: Layer) -> bool:
+    """Join what was kept of all batches, sorted by expert. Whether any was."""
     parts = {role: torch.cat(kept) for role, kept in layer.parts.items() if kept}
     layer.parts.clear()
     if "x" not in parts:
-        return
-    order = slice(None)
+        return False
+    order = torch.arange(len(parts["x"]))
     if layer.offsets is not None:
         order = parts["expert"].argsort(stable=True)
         layer.offsets = parts["expert"].bincount(minlength=layer.experts).cumsum(0).to(torch.int32)
     layer.x, layer.dy = parts["x"][order], parts["dy"][order]
+    return True
 
 
 @dataclass
 class _Look:
-    """Keeps `share` rows of what layers read and are told in a batch, and counts over all of them."""
+    """Keeps `share` rows of x and dy per batch, and updates the statistics over all rows."""
 
     share: int
     dtype: torch.dtype
     generator: torch.Generator
 
-    def at(self, layer: Layer):
-        """A forward hook of a linear layer."""
+    def at(self, layer: Layer) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        """The forward hook of a linear layer."""
         return lambda module, args, output: self._see(layer, args[0].detach().flatten(0, -2), output)
 
-    def at_experts(self, layers: dict[str, Layer | None]):
-        """What `watched` calls."""
+    def at_experts(self, layers: dict[str, Layer | None]) -> Callable[[str, Tensor, Tensor, Tensor], None]:
+        """The function that `watched` calls, by the stacks' names."""
 
         def see(name: str, x: Tensor, offsets: Tensor, y: Tensor) -> None:
-            if layers[name] is not None:
-                self._see(layers[name], x.detach()[: int(offsets[-1])], y, offsets)
+            layer = layers[name]
+            if layer is not None:
+                self._see(layer, x.detach()[: int(offsets[-1])], y, offsets)
 
         return see
 
@@ -283,7 +297,7 @@ class _Look:
         place = len(layer.parts["x"]) - 1
         layer.parts["dy"].append(torch.zeros(len(keep), output.shape[-1]))  # where no gradient comes back
 
-        def backward(gradient):
+        def backward(gradient: Tensor) -> None:
             gradient = gradient.detach().flatten(0, -2)[: len(rows)]
             _count(layer, "dy", gradient)
             layer.parts["dy"][place] = gradient[keep].to(self.dtype).float().cpu()
@@ -293,7 +307,7 @@ class _Look:
 
 
 def _count(layer: Layer, role: str, t: Tensor) -> Tensor:
-    """Largest magnitude and what is not finite; the magnitudes."""
+    """Update amax and non_finite; return the magnitudes, 0 where not finite."""
     finite = torch.isfinite(t)
     layer.non_finite[role] += int((~finite).sum())
     magnitude = t.float().abs().where(finite, 0)

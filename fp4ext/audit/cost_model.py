@@ -1,12 +1,12 @@
-"""Cost: what a step takes, in time, bytes and memory, and which term binds.
+"""Cost: estimates of a step's time, traffic and memory, and of the term that bounds it.
 
-A term is an operation on the critical path. Its time is the larger of its arithmetic and its traffic,
+A term is an operation on the critical path. Its time is that of its arithmetic or of its traffic, whichever is longer,
 
     seconds = max(operations / rate, bytes / bandwidth),
 
-with the rates and the bandwidth of a data sheet times an efficiency, and the step is the sum of the terms, or the time
-to exchange weights and gradients, if that is larger (they overlap). Quantizers live on the vector lanes; products on
-the tensor cores, at the rate of their widest operand. What is not a converted layer is BF16.
+with the rates and the bandwidth of a data sheet times an efficiency. A step takes the sum of its terms, or the time to
+exchange weights and gradients if that is longer, since the two overlap. Quantizers run on the vector lanes; products
+run on the tensor cores, at the rate of their widest operand. Everything but converted layers is in BF16.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from ..conversion import described
 from ..conversion.decision import by_names_alone, decide
 from ..conversion.names import named_modules
+from ..errors import Refused
 from ..nn.transformers_experts import is_stacked, names_of_stacks, stack_of
 from ..policy import policies
 from ..policy.policy import Policy
@@ -30,15 +32,15 @@ from .calibrate import Here
 from .machines import Machine
 from .operations import Op, arithmetic, bits, moved, of_layer
 
-EFFICIENCY = 0.7  # of a data sheet's figures: an assumption, for a described machine was not measured
+EFFICIENCY = 0.7  # assumed share of a data sheet's figures that is reached
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A kind of linear layer: w [n, k], one in each of `count` blocks, by the name that a policy sees.
+    """A kind of linear layer: w [n, k] in each of `count` blocks, under the name that a policy sees.
 
     Attributes:
-        experts: how many such matrices a block has. chosen: how many of them a token meets.
+        experts: the number of such matrices in a block. chosen: the number of them that a token is routed to.
     """
 
     name: str
@@ -49,23 +51,23 @@ class Matrix:
     chosen: int = 1
 
     def spread(self, tokens: int) -> tuple[int, int]:
-        """(matrices of a block that some token meets, tokens of each), spread evenly."""
+        """(matrices of a block that get tokens, tokens of each), if tokens are routed evenly."""
         met = min(self.experts, tokens * self.chosen)
         return met, -(-tokens * self.chosen // met)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only transformer, as the cost model sees it.
+    """The sizes of a decoder-only transformer.
 
     Attributes:
-        name: what a person calls it.
+        name: the model's name.
         layers, d, heads, kv_heads, head_dim, ffn, context, vocab: its sizes; `ffn` is the inner width of SwiGLU.
-        experts, top_k, expert_ffn: of a mixture in every block: how many experts, how many of them a token meets, and
-            their inner width; `ffn` is then that of the expert that all tokens share, 0 where there is none.
-        attending: how many layers attend; 0: all. kv_width: what such a layer keeps of a token, elements; 0: keys and
-            values of kv_heads.
-        model: the model itself, on the meta device, whose layers and parameters then count instead of these sizes.
+        experts, top_k, expert_ffn: for a mixture in every block: the number of experts, the number of them that a token
+            is routed to, and their inner width. `ffn` is then the width of the shared expert, 0 if there is none.
+        attending: the number of layers with attention; 0: all. kv_width: the elements that such a layer caches per
+            token; 0: keys and values of kv_heads.
+        model: the model on the meta device; if given, its layers and parameters are counted instead of these sizes.
     """
 
     name: str
@@ -86,7 +88,7 @@ class Shape:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """The linear layers of all blocks. Without a model q, k, v share one matrix, and gate and up another."""
+        """The linear layers of all blocks. Without a model, q, k and v are one matrix, and gate and up another."""
         if self.model is not None:
             return list(_matrices(self.model, self.top_k))
         dim = self.head_dim or self.d // self.heads
@@ -107,7 +109,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Embedding and head counted, apart, without a model; routers too."""
+        """The number of parameters. Without a model, embedding, head and routers are added to the linear layers."""
         if self.model is not None:
             return sum(p.numel() for p in self.model.parameters())
         rest = 2 * self.vocab + 2 * self.layers + 1 + self.layers * self.experts
@@ -117,20 +119,18 @@ class Shape:
     def read(cls, source: str | Path) -> Shape:
         """The shape in a config.json (of transformers or of a run), or in a folder that holds one.
 
-        Where transformers is installed and makes a causal model of the config, that model is counted, built on the meta
-        device.
+        If transformers is installed and has a causal model for the config, that model is built on the meta device and
+        its layers are counted.
 
         Raises:
-            ValueError: it cannot be read, or lacks a size; the message says which.
+            Refused: the file cannot be read, or lacks a size that the message names.
         """
         path = Path(source)
         file = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(file.read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{source}: cannot be read ({error}); accepted: a config.json with a model's sizes"
-            ) from None
+            raise Refused(f"{source}: cannot be read ({error}); accepted: a config.json with a model's sizes") from None
         model = described.causal(config)
         if model is not None:
             return cls._of(model, config.get("_name_or_path") or config["model_type"])
@@ -139,20 +139,20 @@ class Shape:
             config = config["run"]["preset"]["shape"] | {"name": config["run"]["preset"]["name"]}
         name = config.get("name") or config.get("_name_or_path") or config.get("model_type") or path.stem
         keys = KEYS | (_keys_of_a_mixture(config) if _first(config, EXPERTS) else {})
-        found = {"name": str(name)}
+        found: dict[str, Any] = {}
         for field_, names in keys.items():
             value, least = _first(config, names), 0 if field_ == "ffn" and "experts" in keys else 1
             value = least if value is None and least == 0 else value
             if value is None and field_ in ("kv_heads", "head_dim"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{file}: {' or '.join(names)} is {value!r}; accepted: a whole number from {least}")
+                raise Refused(f"{file}: {' or '.join(names)} is {value!r}; accepted: a whole number from {least}")
             found[field_] = value
-        return cls(**found)
+        return cls(str(name), **found)
 
     @classmethod
-    def _of(cls, model: nn.Module, name: str) -> Shape:
-        """That of a model of transformers."""
+    def _of(cls, model: Any, name: str) -> Shape:
+        """The shape of a model of transformers."""
         config = model.config
         get = lambda *names: next((v for n in names if isinstance(v := getattr(config, n, None), int)), 0)  # noqa: E731
         kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
@@ -180,25 +180,25 @@ class Shape:
         )
 
 
-def _matrices(model: nn.Module, top_k: int) -> Iterator[Matrix]:
-    """The linear layers of a model, by their names, but for its head; stacks of experts with how many a token meets."""
+def _matrices(model: Any, top_k: int) -> Iterator[Matrix]:
+    """The linear layers of a model except its head, by name, and its stacks of experts."""
     head = model.get_output_embeddings()
     for name, module in named_modules(model):
         if isinstance(module, nn.Linear) and module is not head:
-            yield Matrix(name, *module.weight.shape, 1)
+            yield Matrix(name, module.out_features, module.in_features, 1)
         elif is_stacked(module):
             for stack in names_of_stacks(module):
                 experts, n, k = stack_of(module, stack).shape
                 yield Matrix(name, n, k, 1, experts, min(experts, top_k or experts))
 
 
-def _first(config: dict, names: Iterable[str]):
+def _first(config: dict, names: Iterable[str]) -> Any:
     """The value of the first of some names that a config has."""
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 def _keys_of_a_mixture(config: dict) -> dict[str, tuple[str, ...]]:
-    """Where a config says the widths of experts: some call it intermediate_size, others have a dense width there."""
+    """The keys of experts' sizes: in some configs intermediate_size is their width, in others a dense layer's."""
     apart = _first(config, ("expert_ffn", "moe_intermediate_size")) is not None
     shared = ("ffn", "shared_expert_intermediate_size") if apart else ()
     width = ("expert_ffn", "moe_intermediate_size") if apart else ("intermediate_size",)
@@ -223,10 +223,10 @@ class Term:
     """A part of a step.
 
     Attributes:
-        name: what it is, e.g. "dgrad".
-        seconds: what it takes.
-        operations, bytes: what it does and moves.
-        binds: "tensor cores", "vector lanes", "memory" or "link"; "measured" on this machine.
+        name: such as "dgrad".
+        seconds: its time.
+        operations, bytes: its arithmetic operations and its traffic.
+        binds: what bounds its time: "tensor cores", "vector lanes", "memory" or "link"; "measured" for this machine.
     """
 
     name: str
@@ -236,18 +236,20 @@ class Term:
     binds: str
 
     def times(self, n: int) -> Term:
-        """n such parts."""
+        """The sum of n such terms."""
         return Term(self.name, n * self.seconds, n * self.operations, n * self.bytes, self.binds)
 
 
 @dataclass
 class Cost:
-    """A step of one chip, and the whole run.
+    """The cost of a step.
 
     Attributes:
-        terms: the parts of a step, in order; `exchange` overlaps them.
-        seconds: of a step. tokens: of a step on all chips.
-        memory: what each chip holds, by what it is, bytes.
+        terms: the parts of a step on one chip, in order. exchange: the exchange of weights and gradients, which
+            overlaps them; None for one chip.
+        tokens: tokens of a step on all chips.
+        memory: kind of data → bytes on each chip. room: the memory of a chip, bytes.
+        seconds: the time of a step.
     """
 
     shape: Shape
@@ -266,14 +268,14 @@ class Cost:
 
     @property
     def binds(self) -> Term:
-        """The longest part, or the exchange where nothing hides it."""
+        """The longest term, or the exchange if it takes longer than all terms together."""
         longest = max(self.terms, key=lambda t: t.seconds)
         busy = sum(t.seconds for t in self.terms)
         return self.exchange if self.exchange and self.exchange.seconds > busy else longest
 
     @property
     def intensity(self) -> float:
-        """Arithmetic intensity of a step: operations a byte of memory traffic."""
+        """Arithmetic intensity of a step: operations per byte of memory traffic."""
         return sum(t.operations for t in self.terms) / max(1.0, sum(t.bytes for t in self.terms))
 
     @property
@@ -282,12 +284,12 @@ class Cost:
         return sum(t.seconds for t in self.terms if t.name.startswith("quantize")) / self.seconds
 
     def run_seconds(self, tokens: float) -> float:
-        """The time of a run over that many tokens."""
+        """The time of a run over that many tokens, seconds."""
         return tokens / self.tokens * self.seconds
 
 
 def seconds(op: Op, machine: Machine | Here, efficiency: float = EFFICIENCY) -> Term:
-    """One operation on a machine."""
+    """The Term of one operation on a machine."""
     if isinstance(machine, Here):
         return Term(op.kind, machine.seconds(op), _operations(op), moved(op), "measured")
     arithmetic_rate = machine.rate(*op.keys[:2]) if op.kind == "gemm" else machine.vector
@@ -298,7 +300,7 @@ def seconds(op: Op, machine: Machine | Here, efficiency: float = EFFICIENCY) -> 
 
 
 def layer_seconds(ops: Iterable[Op], machine: Machine | Here, efficiency: float = EFFICIENCY) -> float:
-    """The time of a layer's operations, one after the other."""
+    """The time of a layer's operations in sequence, seconds."""
     own = machine.layer if isinstance(machine, Here) else 0.0
     return own + sum(seconds(op, machine, efficiency).seconds for op in ops)
 
@@ -312,26 +314,29 @@ def cost(
     stage: str = "pretrain",
     efficiency: float = EFFICIENCY,
 ) -> Cost:
-    """The cost of a step of a model under a policy, sharded over all chips (weights, moments, gradients).
+    """The cost of a step of a model under a policy. Weights, moments and gradients are sharded over all chips.
 
     Args:
-        machine: one that is described (machines.get).
-        batch_tokens: tokens of a step on all chips; default: 8192 a chip. For "rl_sampler": sequences that decode side
-            by side on one chip, a token each; default 64.
-        stage: "pretrain" and "rl_trainer" train; "rl_sampler" decodes, on weights that are quantized once.
+        shape: the model.
+        policy: a Policy or its name.
+        machine: a machine with a data sheet (machines.get).
+        gpus: the number of chips.
+        batch_tokens: tokens of a step on all chips; default: 8192 per chip. For "rl_sampler": the number of sequences
+            that one chip decodes in parallel, one token each; default: 64.
+        stage: "pretrain" and "rl_trainer" train; "rl_sampler" decodes with weights that are quantized once.
         efficiency: the share of the machine's figures that is reached.
 
     Raises:
-        ValueError: an unknown stage or policy, gpus or batch_tokens under 1, an efficiency outside (0, 1].
+        Refused: the stage or policy is unknown, gpus or batch_tokens is below 1, or efficiency is outside (0, 1].
     """
     policy = policies.get(policy)
     check_stage(stage)
     decode = stage == "rl_sampler"
     batch_tokens = batch_tokens or (64 if decode else 8192 * gpus)
     if gpus < 1 or batch_tokens < gpus * (not decode):
-        raise ValueError(f"gpus is {gpus}, batch_tokens {batch_tokens}; accepted: at least 1, and a token a chip")
+        raise Refused(f"gpus is {gpus}, batch_tokens {batch_tokens}; accepted: at least 1, and one token per chip")
     if not 0 < efficiency <= 1:
-        raise ValueError(f"efficiency is {efficiency}; accepted: above 0, up to 1")
+        raise Refused(f"efficiency is {efficiency}; accepted: above 0, up to 1")
     t = batch_tokens if decode else batch_tokens // gpus
     sums: dict[str, list[Term]] = {}
     weights = saved = 0.0
@@ -377,7 +382,7 @@ def _operations(op: Op) -> float:
 
 
 def _chosen(shape: Shape, policy: Policy) -> set[str]:
-    """The layers that a policy quantizes, as convert decides it."""
+    """The names of the layers that a policy quantizes, by the rules of convert."""
     if shape.model is not None:
         return set(decide(shape.model, policy).chosen)
     names = [f"blocks.{block}.{m.name}" for block in range(shape.layers) for m in shape.matrices]
@@ -385,20 +390,20 @@ def _chosen(shape: Shape, policy: Policy) -> set[str]:
 
 
 def _attending(shape: Shape) -> int:
-    """How many layers attend."""
+    """The number of layers with attention."""
     return max(0, shape.attending) if shape.attending else shape.layers
 
 
 def _kv(shape: Shape) -> float:
-    """Bytes of keys and values a token, BF16."""
+    """Bytes of keys and values per token, BF16."""
     dim = shape.head_dim or shape.d // shape.heads
     return 2.0 * _attending(shape) * (shape.kv_width or 2 * (shape.kv_heads or shape.heads) * dim)
 
 
 def _sum(name: str, parts: list[Term]) -> Term:
     largest = max(parts, key=lambda t: t.seconds)
-    total = (sum(getattr(t, what) for t in parts) for what in ("seconds", "operations", "bytes"))
-    return Term(name, *total, largest.binds)
+    seconds, operations, moved = (sum(getattr(t, what) for t in parts) for what in ("seconds", "operations", "bytes"))
+    return Term(name, seconds, operations, moved, largest.binds)
 
 
 def _memory(name: str, traffic: float, machine: Machine, efficiency: float) -> Term:
@@ -418,7 +423,7 @@ def _rest(shape: Shape, t: int, machine: Machine, efficiency: float, decode: boo
     head = passes * 2.0 * t * shape.d * shape.vocab
     head_bytes = passes * (shape.d * shape.vocab * 2.0 + t * shape.vocab * 2.0)
     head_spent = max(head / rate, head_bytes / (machine.bandwidth * efficiency))
-    # An element of a residual: 2 norms read and write it, 2 sums read two and write one; SwiGLU reads 2 ffn, writes 1.
+    # Per residual element: 2 norms read and write it, 2 sums read two and write one; SwiGLU reads 2 ffn, writes 1.
     pointwise = passes * shape.layers * t * (20.0 * shape.d + 6.0 * (shape.ffn + shape.top_k * shape.expert_ffn))
     return [
         Term("attention", spent, attention, traffic, binds),

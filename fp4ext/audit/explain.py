@@ -1,7 +1,8 @@
-"""explain: what rounding does to a number, once and a thousand times; what a block's scale does to sixteen.
+"""explain: the effect of rounding on one number, once and on average, and of a block scale on the numbers of a block.
 
-Nearest rounding takes 3.2 on the grid {3, 4} to 3, always: it errs by −0.2, and so does the mean of a thousand.
-Stochastic rounding takes it to 4 with probability 0.2 and to 3 otherwise: it errs more each time, and its mean is 3.2.
+Nearest rounding takes 3.2 on the grid {3, 4} to 3 every time: its error is −0.2, and so is that of the mean of 1000.
+Stochastic rounding takes 3.2 to 4 with probability 0.2 and to 3 otherwise: each draw has a larger error on average,
+and the mean tends to 3.2.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import Refused
 from ..functional.quantization import quantize
 from ..policy.formats import Format
 from ..policy.spec import Spec, as_spec
+from ..reference.elements import E2M1_VALUES
 
-E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_GRID = E2M1_VALUES
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,11 @@ class Rounded:
     """A number on a grid.
 
     Attributes:
-        low, high: its neighbours, both the number itself where it is on the grid, both the end where it is outside.
-        up: the probability that stochastic rounding goes up.
-        nearest: where nearest rounding goes; ties to the neighbour of even place in the grid.
-        draws: how many times `high` and `low` came up.
+        low, high: its neighbours on the grid; both are the number itself if it is on the grid, and both are the end of
+            the grid if it is outside.
+        up: the probability that stochastic rounding gives `high`.
+        nearest: the result of nearest rounding; a tie goes to the neighbour with the even index.
+        draws: how often stochastic rounding gave `high` and `low`.
     """
 
     value: float
@@ -38,13 +42,13 @@ class Rounded:
 
     @property
     def mean(self) -> float:
-        """Of the draws."""
+        """The mean of the draws."""
         highs, lows = self.draws
         return (highs * self.high + lows * self.low) / (highs + lows)
 
     @property
     def expected_error(self) -> float:
-        """How far the mean of so many draws is off, typically."""
+        """The standard error of that mean."""
         return (self.high - self.low) * math.sqrt(self.up * (1 - self.up) / sum(self.draws))
 
 
@@ -52,14 +56,15 @@ def rounded(value: float, grid: tuple[float, ...] = E2M1_GRID, draws: int = 1000
     """Round a number on a grid, nearest and stochastically.
 
     Raises:
-        ValueError: a grid of fewer than two values, or that does not rise; a number or a grid that is not finite.
+        Refused: the grid has fewer than two values or does not rise, the number or the grid is not finite, or draws is
+            below 1.
     """
     if len(grid) < 2 or any(not a < b for a, b in zip(grid, grid[1:], strict=False)):
-        raise ValueError(f"grid is {', '.join(map(str, grid))}; accepted: two or more rising numbers, such as 3,4")
+        raise Refused(f"grid is {', '.join(map(str, grid))}; accepted: two or more rising numbers, such as 3,4")
     if not all(map(math.isfinite, (value, *grid))):
-        raise ValueError(f"value is {value}; accepted: a finite number on a finite grid")
+        raise Refused(f"value is {value}; accepted: a finite number on a finite grid")
     if draws < 1:
-        raise ValueError(f"draws is {draws}; accepted: a whole number from 1")
+        raise Refused(f"draws is {draws}; accepted: a whole number from 1")
     sign = -1.0 if value < 0 <= grid[0] else 1.0  # a grid of magnitudes serves both signs
     v = min(max(sign * value, grid[0]), grid[-1])
     place = max(i for i, g in enumerate(grid) if g <= v)
@@ -80,7 +85,7 @@ def running_means(r: Rounded, draws: int, seed: int = 0) -> list[float]:
 
 @dataclass(frozen=True)
 class Block:
-    """A block under a spec: its decode scale, each value's image, the relative error."""
+    """A block under a spec: its decode scale, the decoded values, and the relative squared error."""
 
     spec: Spec
     scale: float
@@ -89,12 +94,16 @@ class Block:
 
 
 def block(values: list[float], spec: Spec | Format | str, seed: int = 0) -> Block:
-    """Quantize some numbers as one block. Raises ValueError for more than a block holds, or a spec that rotates."""
+    """Quantize numbers as one block.
+
+    Raises:
+        Refused: there are more numbers than a block holds, or none; or the spec has an RHT.
+    """
     spec = as_spec(spec)
     if not 1 <= len(values) <= spec.fmt.block:
-        raise ValueError(f"{len(values)} numbers; accepted: 1 to {spec.fmt.block}, a block of {spec.format}")
+        raise Refused(f"{len(values)} numbers; accepted: 1 to {spec.fmt.block}, a block of {spec.format}")
     if spec.rht != "none":
-        raise ValueError(f"spec is {spec}; accepted: one without an rht, whose images are of rotated values")
+        raise Refused(f"spec is {spec}; accepted: one without an rht, whose images are of rotated values")
     x = torch.tensor([values])
     q = quantize(x, spec, rng=seed)
     images = q.dequantize(torch.float32)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-SAFE = {"local_files_only": True, "trust_remote_code": False}  # a folder's own code is never run, nor offered
+from ..errors import Refused
+
+SAFE = {"local_files_only": True, "trust_remote_code": False}  # code in the folder never runs
 
 
 def is_model(folder: Path) -> bool:
-    """Whether a folder looks like one: a config.json that names a model type, and safetensors."""
+    """Whether a folder has a config.json with a model type, and safetensors."""
     config = folder / "config.json"
     return config.is_file() and '"model_type"' in config.read_text() and any(folder.glob("*.safetensors"))
 
@@ -22,19 +25,24 @@ def load(
     """The causal language model in a folder, in fp32, and batches of its tokens.
 
     Args:
-        text: cut into windows of `context` tokens; bytes stand for tokens where the folder has no tokenizer.
+        folder: the model's folder; nothing is downloaded.
+        text: text for the batches, which is cut into windows of `context` tokens. Without a tokenizer in the folder,
+            its bytes are the tokens.
+
+    Returns:
+        The model, and batches {"input_ids", "labels"}, int64 [batch, context] each.
 
     Raises:
-        ValueError: transformers is missing, or cannot load the folder; too little text.
+        Refused: transformers is missing or cannot load the folder, or there is too little text.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
-        raise ValueError(f"{folder}: a model folder needs transformers; accepted here: a run of pretrain") from None
+        raise Refused(f"{folder}: a model folder needs transformers; accepted here: a run of pretrain") from None
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **SAFE)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **SAFE)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
+        raise Refused(
             f"{folder}: transformers cannot load it ({error}); accepted: config.json and safetensors"
         ) from None
     model.eval()
@@ -46,6 +54,6 @@ def load(
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % vocab
     need = batches * batch * context
     if len(tokens) < need:
-        raise ValueError(f"--data: {len(tokens)} tokens; accepted: text of {need} tokens or more")
+        raise Refused(f"--data: {len(tokens)} tokens; accepted: text of {need} tokens or more")
     windows = tokens[:need].view(batches, batch, context)
     return model, [{"input_ids": w, "labels": w} for w in windows]

@@ -1,41 +1,44 @@
-"""report.html of an audit: one file that loads nothing, in the style of all reports (fp4ext.pages)."""
+"""report.html of an audit: one file without external resources, in the style of fp4ext.pages."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from html import escape
 
-from ..pages.chart import Line, chart
-from ..pages.page import figure, page, pairs, soft, table
+from ..nn.noise import SQRT3
+from ..pages.chart import Line, Points, chart
+from ..pages.page import Cell, figure, page, pairs, soft, table
 from .advice import Advice
-from .averaging import Interval
+from .averaging import Interval, ratio_of
 from .layer import PRODUCTS, Row
-from .report import DRIFT, Report
+from .operand import Measured
+from .report import Report
 
 SIZES = (940, 380), (360, 300)  # of the wide and of the narrow chart, pixels
 
 ABOUT_CURVES = (
-    "Relative error of the mean of B draws of dx and dw, mean over layers; points are measured, faint lines are the "
-    "fit variance/B + floor. Noise falls as 1/B; what flattens out is drift. A rounding that is not random has one "
-    "point: all of its error stays."
+    "Relative error of the mean of B draws of dx and dw, averaged over layers. Points are measured; faint lines are the "
+    "fit variance/B + floor. Noise falls as 1/B, and drift remains. Rounding that is not random has one point, since "
+    "its whole error remains."
 )
 ABOUT_ROWS = (
     "Error: E‖q−x‖²/‖x‖² of one draw q of x. Signed: Σ(q−x)·sign(x)/Σ|x|, with its 95 % interval over draws (exact "
     "where nothing is random). Misaligned: 1−E⟨q,x⟩/‖x‖². Noise and floor: the fit of the averaging law. Ratio: "
-    "B·err(B)/err(1) at B = 256, 1 where nothing drifts, 256 where all error does. Held to: the operand that the mean "
-    "comes closer to, plain or as the forward quantized it (hat)."
+    "B·err(B)/err(1) at B = 256: 1 without drift, 256 if the whole error is drift. Reference: the operand to which the "
+    "mean is closer, plain or as the forward quantized it (hat)."
 )
 
 
 def render(report: Report, title: str = "Audit", command: str = "", advice: Advice | None = None) -> str:
-    """The page.
+    """The page as HTML.
 
     Args:
-        command: what repeats it.
-        advice: a proposal to show with it.
+        command: the command that repeats the audit, if any.
+        advice: a proposal to show on the page.
     """
     parts = [f"<h1>{escape(title)}</h1>", f"<p>{escape(summary(report))}</p>"]
-    parts += [soft("Columns sort: choose a heading."), "<h2>Faults</h2>", _faults(report)]
+    parts += [soft("Click a heading to sort by its column."), "<h2>Faults</h2>", _faults(report)]
     parts += ["<h2>Noise and drift of the gradients</h2>", _curves(report), soft(ABOUT_CURVES)]
     parts += ["<h2>Policies</h2>", _policies(report)]
     parts += ["<h2>Operands and products</h2>", soft(ABOUT_ROWS)]
@@ -46,19 +49,21 @@ def render(report: Report, title: str = "Audit", command: str = "", advice: Advi
     parts += ["<h2>Scale bytes</h2>", _histograms(report)]
     parts += [soft("Share of blocks by scale byte (E4M3 codes 0–126 for NVFP4, E8M0 exponents for MX), all layers.")]
     parts += ["<h2>Layers</h2>", _layers(report)]
-    parts += [soft("‖g‖/‖noise‖: of the weight gradient while all layers round; under √3 = 1.73 it no longer helps.")]
+    parts += [
+        soft("‖g‖/‖noise‖ of the weight gradient while all layers round; below √3 = 1.73 the gradient no longer helps.")
+    ]
     parts += ["<h2>Largest gradients</h2>", _amax(report), soft("Largest |dy| of each batch, relative to the first's.")]
     if advice:
         parts += _advice(advice)
     left = {f"{policy}: {name}": why for policy, names in report.left.items() for name, why in names.items()}
     if left:
-        parts += ["<h2>What stays BF16</h2>", pairs(left)]
-    parts += [f"<h2>To repeat it</h2><pre>{escape(command)}</pre>"] if command else []
-    return page(title, [*parts, "<h2>Measured on</h2>", pairs(report.facts)])
+        parts += ["<h2>Modules in BF16</h2>", pairs(left)]
+    parts += [f"<h2>Command</h2><pre>{escape(command)}</pre>"] if command else []
+    return page(title, [*parts, "<h2>Settings</h2>", pairs(report.facts)])
 
 
 def summary(report: Report) -> str:
-    """What was found, in a sentence or two."""
+    """The losses and the number of faults, in a sentence or two."""
     base = report.losses.get("bf16")
     gaps = ", ".join(f"{p}\u00a0{1e3 * (report.losses[p] - base):+.1f}" for p in report.policies if base is not None)
     said = f"{len(report.layers)} layers. Loss on these batches, less that of bf16 ({base:.4f}): {gaps} mnat. "
@@ -76,7 +81,7 @@ def _faults(report: Report) -> str:
     if not faults:
         return soft("None.")
     headings = [("layer", ""), ("policy", ""), ("place", ""), ("kind", ""), ("size", ""), ("finding", "")]
-    rows = []
+    rows: list[list[Cell]] = []
     for group in report.grouped:
         f = group[0]
         others = f" and {len(group) - 1} more" if len(group) > 1 else ""
@@ -101,27 +106,29 @@ def _curves(report: Report) -> str:
         if not made:
             continue
         sizes = [b for b, _ in made[0].curve]
-        measured = [(b, _mean(law.curve[i][1] for law in made)) for i, b in enumerate(sizes)]
-        fitted = [(2**i, _mean(law.err(2**i) for law in made)) for i in range(9)]
+        measured: Points = [(b, mean(law.curve[i][1] for law in made)) for i, b in enumerate(sizes)]
+        fitted: Points = [(2**i, mean(law.err(2**i) for law in made)) for i in range(9)]
         lines += [Line(f"{policy}, fit", fitted, _hue(hue), faint=True), Line(policy, measured, _hue(hue))]
     legend = [(_hue(hue), policy) for hue, policy in enumerate(report.policies, 1)]
     return _figure(lines, "Error of the mean of B draws", "relative error", legend, "draws averaged, B", log=True)
 
 
-def _figure(lines, label, unit, legend, across, **options) -> str:
-    charts = tuple(chart(lines, label, unit, w, h, across=across, **options) for w, h in SIZES)
-    return figure(charts, legend)
+def _figure(
+    lines: list[Line], label: str, unit: str, legend: list[tuple[int, str]], across: str, **options: bool
+) -> str:
+    wide, narrow = (chart(lines, label, unit, w, h, across=across, **options) for w, h in SIZES)
+    return figure((wide, narrow), legend)
 
 
 def _policies(report: Report) -> str:
     headings = [("policy", ""), ("loss", "nat"), ("gap", "mnat"), ("error, forward", "×1e-3")]
     headings += [("error, gradients", "×1e-3"), ("floor, gradients", "×1e-3"), ("lowest ‖g‖/‖noise‖", "")]
-    rows = []
+    rows: list[list[Cell]] = []
     for policy in report.policies:
         mine = report.rows[policy]
-        forward = _mean(r.measured.mse for r in mine if r.what == "y")
-        error = _mean(r.measured.mse for r in _gradients(mine))
-        floor = _mean(r.measured.law.floor.mean for r in _gradients(mine))
+        forward = mean(r.measured.mse for r in mine if r.what == "y")
+        error = mean(r.measured.mse for r in _gradients(mine))
+        floor = mean(r.measured.law.floor.mean for r in _gradients(mine))
         loss, gap = report.losses[policy], 1e3 * (report.losses[policy] - report.losses["bf16"])
         ratio = min(report.ratios.get(policy, {}).values(), default=math.inf)
         numbers = [
@@ -129,7 +136,7 @@ def _policies(report: Report) -> str:
             _number(gap, "+.1f"),
             *(_number(1e3 * v, ".3f") for v in (forward, error, floor)),
         ]
-        rows.append([policy, *numbers, _number(ratio, ".2f", ratio < math.sqrt(3))])
+        rows.append([policy, *numbers, _number(ratio, ".2f", ratio < SQRT3)])
     return table(headings, rows, [_hue(i + 1) for i in range(len(rows))])
 
 
@@ -150,21 +157,20 @@ MEASURES = [
 def _means(rows: list[Row]) -> str:
     """A row for each operand and product: the mean over layers."""
     kinds = list(dict.fromkeys((row.gemm, row.what, row.spec.key if row.spec else "") for row in rows))
-    cells = []
+    cells: list[list[Cell]] = []
     for gemm, what, key in kinds:
         mine = [r for r in rows if (r.gemm, r.what, r.spec.key if r.spec else "") == (gemm, what, key)]
         m = [r.measured for r in mine]
-        floor, variance = _mean(x.law.floor.mean for x in m), _mean(x.law.variance for x in m)
-        ratio = (variance + 256 * max(floor, 0.0)) / (variance + max(floor, 0.0)) if variance + floor > 0 else 1.0
-        mse = _mean(x.mse for x in m)
-        drifts = gemm != "fprop" and any(x.law.drifts and x.law.floor.low > DRIFT for x in m)
+        floor, variance = mean(x.law.floor.mean for x in m), mean(x.law.variance for x in m)
+        mse = mean(x.mse for x in m)
+        drifts = any(r.drifts for r in mine)
         numbers = [
             _number(1e3 * mse, ".3f"),
-            _number(1e3 * _mean(x.signed.mean for x in m), "+.2f"),
-            _number(1e3 * _mean(x.misalignment for x in m), "+.2f"),
+            _number(1e3 * mean(x.signed.mean for x in m), "+.2f"),
+            _number(1e3 * mean(x.misalignment for x in m), "+.2f"),
             _number(1e3 * variance, ".3f"),
             _number(1e3 * floor, ".3f", drifts),
-            _number(ratio, ".1f", drifts),
+            _number(ratio_of(variance, max(floor, 0.0)), ".1f", drifts),
             _number(-10 * math.log10(mse) if mse > 0 else math.inf, ".1f"),
             *_shares(m, what in PRODUCTS.values()),
         ]
@@ -173,30 +179,29 @@ def _means(rows: list[Row]) -> str:
 
 
 def _rows(rows: list[Row]) -> str:
-    cells = []
+    cells: list[list[Cell]] = []
     for row in rows:
         m, law = row.measured, row.measured.law
-        drifts = row.gemm != "fprop" and law.drifts and law.floor.low > DRIFT
         numbers = [
             _number(1e3 * m.mse, ".3f"),
             (_interval(m.signed), m.signed.mean),
             _number(1e3 * m.misalignment, "+.2f"),
             _number(1e3 * law.variance, ".3f"),
-            (_interval(law.floor), law.floor.mean, drifts),
-            (_interval(law.ratio, 1.0), law.ratio.mean, drifts),
+            (_interval(law.floor), law.floor.mean, row.drifts),
+            (_interval(law.ratio, 1.0), law.ratio.mean, row.drifts),
             _number(m.snr, ".1f"),
             *_shares([m], row.is_product),
         ]
         cells.append(
             [row.module, f"{row.gemm}, {row.what}", _short(row.spec.key if row.spec else ""), row.of, *numbers]
         )
-    return table([("layer", ""), ("operand", ""), ("spec", ""), ("held to", ""), *MEASURES], cells)
+    return table([("layer", ""), ("operand", ""), ("spec", ""), ("reference", ""), *MEASURES], cells)
 
 
-def _shares(measured, product: bool) -> list:
+def _shares(measured: list[Measured], product: bool) -> list[Cell]:
     if product:
         return ["–", "–", "–"]
-    means = (_mean(getattr(m, what) for m in measured) for what in ("flushed", "underflow", "saturation"))
+    means = (mean(getattr(m, what) for m in measured) for what in ("flushed", "underflow", "saturation"))
     return [_number(100 * value, ".2f") for value in means]
 
 
@@ -228,13 +233,13 @@ def _layers(report: Report) -> str:
         ("outlier channels", "of x"),
     ]
     headings += [(f"‖g‖/‖noise‖, {policy}", "") for policy in report.policies]
-    rows = []
+    rows: list[list[Cell]] = []
     for name, f in report.layers.items():
         shape, amax = f["shape"], f["amax"]
         channels = ", ".join(f"{i} (×{times:.0f})" for i, times in f["outlier_channels"][:3]) or "–"
         ratios = [report.ratios.get(policy, {}).get(name) for policy in report.policies]
         numbers = [_number(max(amax["x"]), ".3g"), _number(amax["w"], ".3g"), _number(max(amax["dy"]), ".2e")]
-        shown = ["–" if r is None else _number(r, ".1f", r < math.sqrt(3)) for r in ratios]
+        shown = ["–" if r is None else _number(r, ".1f", r < SQRT3) for r in ratios]
         rows.append(
             [
                 name,
@@ -248,7 +253,8 @@ def _layers(report: Report) -> str:
 
 
 def _amax(report: Report) -> str:
-    lines, legend = [], []
+    lines: list[Line] = []
+    legend: list[tuple[int, str]] = []
     series = report.facts.get("amax_by_step") or {
         name: list(enumerate(f["amax"]["dy"], 1)) for name, f in report.layers.items()
     }
@@ -266,28 +272,32 @@ def _advice(advice: Advice) -> list[str]:
     parts = [f"<h2>Advice for the goal {escape(advice.goal)}</h2>"]
     headings = [("candidate", ""), ("error", "×1e-3"), ("floor", "×1e-3"), ("faulty layers", ""), ("time", "ns/token")]
     for which, scores in advice.ranked.items():
-        rows = [
+        rows: list[list[Cell]] = [
             [
                 s.name,
                 _number(1e3 * s.error, ".3f"),
                 _number(1e3 * s.drift, ".3f"),
                 _number(len(s.faults), "d", bool(s.faults)),
+                _number(1e9 * s.seconds, ".3g"),
+                _number(s.bits, "g"),
             ]
-            + [_number(1e9 * s.seconds, ".3g"), _number(s.bits, "g")]
             for s in scores
         ]
         parts += [f"<h3>Pretraining, {which}</h3>", table([*headings, ("stored", "bit/element")], rows)]
     base, now = advice.loss
-    parts.append(soft(f"Best first. Time priced on {advice.machine}. Loss {base:.4f} plain, {now:.4f} so."))
+    parts.append(
+        soft(f"Best first. Times are estimated for {advice.machine}. Loss {base:.4f} plain, {now:.4f} quantized.")
+    )
     return [*parts, f"<pre>{escape(advice.text())}</pre>"]
 
 
-def _mean(values) -> float:
+def mean(values: Iterable[float]) -> float:
+    """The arithmetic mean; 0 for no values."""
     values = list(values)
     return sum(values) / len(values) if values else 0.0
 
 
-def _number(value: float, form: str, bad: bool = False) -> tuple:
+def _number(value: float, form: str, bad: bool = False) -> tuple[str, float, bool]:
     if isinstance(value, float) and not math.isfinite(value):
         return "–", 1e300, False
     form = ".2e" if abs(value) >= 1e5 else form

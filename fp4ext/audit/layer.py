@@ -1,9 +1,9 @@
-"""judge: one layer under one recipe: its six operands, and its products y, dx, dw through the layer's own code. An
-expert's matrices are quantized by themselves, whoever stands beside it; the numbers of a layer are those of all.
+"""judge: measure one layer under one recipe: its six operands, and its products y, dx and dw by the layer's own code.
+Each expert's matrices are quantized on their own; the numbers of a layer of experts are over all of them.
 
-What is the truth of a backward GEMM? dgrad may serve either of two functions: the layer's, y = x·wᵀ, or the one that
-the forward really computed, y = x̂·ŵᵀ. The gradient of either is honest (NVIDIA's 16×16 weights and `from_fprop` aim
-at the second), so an operand, and a product, is held to the one that it comes closer to on average; `of` says which.
+A backward GEMM has two possible references: the gradient of y = x·wᵀ, or that of the computed forward y = x̂·ŵᵀ, at
+which NVIDIA's 16×16 weights and `from_fprop` aim. Each operand and product is compared with the reference that it is
+closer to on average; `of` names it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ..policy.spec import Spec
 from .capture import Layer
 from .operand import DRAWS, ENTRIES, Draws, Measured, measured, nearest, observe, sampled
 
+DRIFT = 1e-4  # of a gradient's energy: a bias of 1 % of its norm
+HAT = "\u0302"  # combines with the letter before it: what the forward quantized
 GEMMS = ("fprop", "dgrad", "wgrad")
 PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
 
@@ -32,9 +34,9 @@ class Row:
         module: the layer's name; of experts, with the parameter's.
         gemm: "fprop", "dgrad" or "wgrad".
         what: the operand "x", "w" or "dy", or the product "y", "dx" or "dw".
-        spec: the operand's Spec, None where it stays as it is and for products.
-        of: what it was held to, e.g. "w" or "ŵ".
-        measured: the numbers.
+        spec: the operand's Spec; None for products.
+        of: the reference, such as "w" or "ŵ".
+        measured: the measurements.
     """
 
     module: str
@@ -48,14 +50,24 @@ class Row:
     def is_product(self) -> bool:
         return self.what == PRODUCTS[self.gemm]
 
+    @property
+    def drifts(self) -> bool:
+        """Whether it is part of the backward, and its mean over draws differs significantly from the reference."""
+        law = self.measured.law
+        return self.gemm != "fprop" and law.drifts and law.floor.low > DRIFT
+
 
 def judge(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
-    """The rows of a layer: its quantized operands, then its products."""
+    """The rows of a layer: its quantized operands, then its products.
+
+    Args:
+        draws: how often random operands and products are drawn.
+    """
     return [*operands(layer, recipe, draws), *products(layer, recipe, draws)]
 
 
 def operands(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
-    """A row for each operand that the recipe quantizes; of experts, all their matrices together."""
+    """A row for each operand that the recipe quantizes; the matrices of all experts count together."""
     x = layer.x - layer.x.mean(0) if recipe.mean_split else layer.x
     plain = {"x": layer.each(x), "w": layer.each(layer.w), "dy": layer.each(layer.dy)}
     stored = {role: [_forward(t, spec) for t in plain[role]] for role, spec in vars(recipe.fprop).items()}
@@ -72,7 +84,7 @@ def operands(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
                 kept = stored[role][i] if role in stored else t
                 forward = gemm != "fprop" and isinstance(kept, QTensor)
                 source = kept if forward and getattr(recipe, gemm).from_fprop else t
-                truths = {role: t} | ({role + HAT: kept.dequantize(torch.float32)} if forward else {})
+                truths = {role: t} | ({role + HAT: _restored(kept)} if forward else {})
                 seen.append(observe(source, spec, axis, role, truths, draws, ENTRIES // layer.experts))
             if seen:
                 rows.append(Row(layer.name, gemm, role, spec, *measured(seen)))
@@ -80,12 +92,12 @@ def operands(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
 
 
 def products(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
-    """y, dx and dw, by repeated runs of the layer's own forward and backward."""
+    """Rows for y, dx and dw, from repeated runs of the layer's own forward and backward."""
     x, w, dy = layer.x, layer.w, layer.dy
     mean = x.mean(0) if recipe.mean_split else 0.0
     hat = {
-        "x": torch.cat([_restored(_forward(t, recipe.fprop.x), t) for t in layer.each(x - mean)]) + mean,
-        "w": torch.stack([_restored(_forward(t, recipe.fprop.w), t) for t in layer.each(w)]).view(w.shape),
+        "x": torch.cat([_restored(_forward(t, recipe.fprop.x)) for t in layer.each(x - mean)]) + mean,
+        "w": torch.stack([_restored(_forward(t, recipe.fprop.w)) for t in layer.each(w)]).view(w.shape),
     }
     given = {"x": x, "w": w, "dy": dy, "x" + HAT: hat["x"], "w" + HAT: hat["w"]}
     wide = {name: layer.each(t.double()) for name, t in given.items()}
@@ -115,16 +127,13 @@ def products(layer: Layer, recipe: Recipe, draws: int = DRAWS) -> list[Row]:
     return rows
 
 
-HAT = "\u0302"
-
-
 def _forward(t: Tensor, spec: Spec | None) -> QTensor | Tensor:
-    """What the forward keeps of an operand; as it is where it is not quantized, or in a frame of its own (RHT)."""
+    """What the forward keeps of an operand: the operand itself if it is not quantized, or quantized at random."""
     return quantize(t, spec, rng=0) if spec and not spec.needs_rng else t
 
 
-def _restored(kept: QTensor | Tensor, t: Tensor) -> Tensor:
-    return kept.dequantize(torch.float32) if isinstance(kept, QTensor) else t
+def _restored(kept: QTensor | Tensor) -> Tensor:
+    return kept.dequantize(torch.float32) if isinstance(kept, QTensor) else kept
 
 
 def _some(product: Tensor) -> Tensor:

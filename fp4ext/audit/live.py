@@ -1,4 +1,4 @@
-"""Live statistics: what the quantizers do while a model trains, every N steps, and what a person should do about it.
+"""Live statistics: what the quantizers do every N steps of training, with warnings that say what would help.
 
     policy = fp4ext.policies.get("end_to_end").log_stats(every=50)
     fp4ext.convert(model, policy)
@@ -8,10 +8,9 @@
             loss_of(batch).backward()
         if monitor.line: print(monitor.line["warnings"])
 
-On a step that is watched, hooks keep some tokens of what each layer reads (x) and is told (dy); they and some rows of w
-are quantized once more and counted. No other step pays anything, no random number is drawn from torch's generator, and
-nothing that the step computes changes. At the second look and every eighth after it, two more backward passes give the
-√3 ratio (fp4ext.noise).
+On a watched step, hooks keep some rows of each layer's x and dy; these and some rows of w are quantized once more and
+counted. Other steps cost nothing, no random number is drawn from torch's generator, and the step's results do not
+change. On the second watched step and every eighth after it, two more backward passes give the √3 ratio (fp4ext.noise).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,23 +34,22 @@ from .capture import layers_of, watched
 from .operand import Tally, range_faults
 from .report import SATURATION, UNDERFLOW
 
-ROWS, TILE = 128, 16  # rows of each tensor that are looked at; of each expert at least a tile
-NOISE_EVERY = 8  # watched steps between two looks at the √3 rule
-WINDOW, FLIPS, OSCILLATING = 8, 3, 0.05  # watched steps that are remembered, code changes in them, share of weights
+ROWS, TILE = 128, 16  # rows of each tensor that are quantized; at least a tile of each expert
+NOISE_EVERY = 8  # watched steps between two measurements of the √3 ratio
+WINDOW, FLIPS, OSCILLATING = 8, 3, 0.05  # watched steps to remember, changes of a code in them, share of weights
 
 
 class Monitor:
     """Watches the converted layers of a model.
 
     Args:
-        model: with layers that fp4ext.convert made.
-        every: steps between looks; default: what the policy says (Policy.log_stats), else never.
+        model: a model with layers that fp4ext.convert made.
+        every: watch every that many steps; default: as the policy says (Policy.log_stats), else never.
 
     Attributes:
-        layers: layer that quantizes → the module it belongs to; the experts of a mixture are two layers
-            (capture.layers_of).
-        line: after a watched step {"stats": {layer: {"x": {…}, "w": {…}, "dy": {…}, "ratio": …}}, "warnings": […]};
-            None after any other. metrics.jsonl keeps it.
+        layers: layer that quantizes → its module; the experts of a mixture are two layers (capture.layers_of).
+        line: {"stats": {layer: {"x": {…}, "w": {…}, "dy": {…}, "ratio": …}}, "warnings": […]} after a watched step,
+            None after any other. metrics.jsonl holds these lines.
     """
 
     def __init__(self, model: nn.Module, every: int | None = None):
@@ -68,8 +67,8 @@ class Monitor:
         """Around the forward and backward of a step.
 
         Args:
-            step: from 0; steps that `every` divides are watched.
-            loss: computes the loss of this batch anew, for the √3 ratio; without it there is none.
+            step: the step's number from 0; multiples of `every` are watched.
+            loss: computes the loss of this batch again, for the √3 ratio; without it there is no ratio.
         """
         self.line = None
         if not self.every or step % self.every:
@@ -117,11 +116,10 @@ class Monitor:
 
 
 def look(parts: list[Tensor], spec: Spec, role: str) -> tuple[dict, Tensor | None]:
-    """The counters of some rows of each matrix [rows, K], one or each expert's.
+    """(the statistics of some rows, their codes if `role` is "w" and they are E2M1 without an RHT, else None).
 
-    Of w the codes too, where they are E2M1 and not rotated.
-
-    The outer scale is that of the whole matrix, except under an RHT.
+    Args:
+        parts: matrices [rows, K], one for each expert. Their outer scales are those of whole matrices, except with RHT.
     """
     parts = [t for t in parts if t.numel()]
     wanted = max(TILE, ROWS // len(parts))
@@ -132,12 +130,13 @@ def look(parts: list[Tensor], spec: Spec, role: str) -> tuple[dict, Tensor | Non
     counts["snr_db"] = -10 * math.log10(tally.mse) if tally.mse > 0 else None
     amaxes = [amax for amax, _, _ in seen]
     amax = max(amaxes) if all(map(math.isfinite, amaxes)) else None
-    codes = torch.cat([codes for _, _, codes in seen]) if role == "w" and seen[0][2] is not None else None
+    kept = [codes for _, _, codes in seen if codes is not None]
+    codes = torch.cat(kept) if role == "w" and kept else None
     return {"amax": amax, **counts, "histogram": histogram}, codes
 
 
 def _rows(t: Tensor, spec: Spec, role: str, wanted: int) -> tuple[float, Tally, Tensor | None]:
-    """Of some rows of a matrix: its amax, the counts, the codes."""
+    """(the amax of a matrix, the counts of some of its rows, the codes of these rows)."""
     whole = t.abs().amax().float().cpu()
     rows = t[:: max(1, len(t) // wanted)][:wanted] if spec.block != "16x16" else t[:wanted]
     rows = rows.float().cpu()
@@ -149,7 +148,7 @@ def _rows(t: Tensor, spec: Spec, role: str, wanted: int) -> tuple[float, Tally, 
 
 
 def oscillating(codes: list[Tensor]) -> float:
-    """The share of weights whose code changed at least FLIPS times in the window and came back to where it was."""
+    """The share of weights whose code changed at least FLIPS times in the window and ends as it began."""
     if len(codes) < WINDOW:
         return 0.0
     stack = torch.stack([torch.stack((c & 15, c >> 4)) for c in codes])
@@ -158,7 +157,7 @@ def oscillating(codes: list[Tensor]) -> float:
 
 
 def warnings_of(stats: dict, step: int) -> list[str]:
-    """What a person can act on, a sentence each."""
+    """The findings that call for action, a sentence each."""
     found = []
     for name, layer in stats.items():
         for role, c in layer.items():
@@ -180,7 +179,7 @@ def warnings_of(stats: dict, step: int) -> list[str]:
                 )
     under = {name: s["ratio"] for name, s in stats.items() if s.get("ratio", math.inf) < SQRT3}
     if under:
-        worst = min(under, key=under.get)
+        worst = min(under, key=lambda name: under[name])
         found.append(
             f"step {step}: rounding noise outweighs the gradient (under √3) in {len(under)} of {len(stats)} layers, "
             f"most in {worst} ({under[worst]:.2f}); a larger batch or more bits in the backward would help"
@@ -190,7 +189,7 @@ def warnings_of(stats: dict, step: int) -> list[str]:
 
 @contextmanager
 def _kept(module: nn.Module, name: str, kept: dict[str, dict[str, Tensor]]) -> Iterator[None]:
-    """Keeps what a layer reads, and what it is told in the backward, for a time."""
+    """Keep a layer's x and dy inside the block."""
 
     def keep(layer: str, x: Tensor, y: Tensor, offsets: Tensor | None = None) -> None:
         seen = kept[layer]
@@ -208,12 +207,13 @@ def _kept(module: nn.Module, name: str, kept: dict[str, dict[str, Tensor]]) -> I
             yield
         finally:
             hook.remove()
-    elif "product" in vars(module):  # the other of its two layers watches it
+    elif "product" in vars(module):  # the other layer of these experts watches both
         yield
     else:
-        prefix = name.removesuffix(module.stacks[0])
-        watched(module, lambda stack, x, offsets, y: keep(prefix + stack, x, y, offsets))
+        experts: Any = module
+        prefix = name.removesuffix(experts.stacks[0])
+        watched(experts, lambda stack, x, offsets, y: keep(prefix + stack, x, y, offsets))
         try:
             yield
         finally:
-            del module.product
+            del experts.product

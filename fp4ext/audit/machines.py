@@ -1,24 +1,26 @@
-"""Machines, as data: what a chip can do at most, by its vendor's data sheet; dense, not sparse, figures.
+"""Machines as data: peak rates from the vendors' data sheets, without sparsity.
 
-The last machine, `here`, is measured on the spot (calibrate.py).
+The machine `here` is not listed: calibrate.py measures it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import Refused
+
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, and the share of a network that it has.
+    """One accelerator and its share of the network.
 
     Attributes:
-        name: as `--machine` takes it.
-        flops: format → FLOP/s of a matrix product of it; a format that is missing is widened to the next that is there.
-        bandwidth: of its memory, B/s; memory: its size, B.
-        link: B/s that one chip sends to others while it shards, in one direction.
-        vector: fp32 operations a second outside the tensor cores (lanes · clock), which quantizers live on.
-        note: where the figures come from.
+        name: the name for `--machine`.
+        flops: format → FLOP/s of matrix products; operands in a format that is missing are widened to the next one.
+        bandwidth: memory bandwidth, B/s. memory: memory size, B.
+        link: bandwidth of the exchange with other chips in one direction, B/s.
+        vector: fp32 operations per second outside the tensor cores (lanes · clock), which quantizers use.
+        note: the source of the figures.
     """
 
     name: str
@@ -30,7 +32,7 @@ class Machine:
     note: str
 
     def rate(self, *formats: str) -> float:
-        """FLOP/s of a product of operands of these formats: that of the widest."""
+        """FLOP/s of a product of operands in these formats: the rate of the widest."""
         return min(self._rate(f) for f in formats)
 
     def _rate(self, fmt: str) -> float:
@@ -52,14 +54,14 @@ _SHEETS = {
         (8, 288),
         100,
         (160, 1.9),
-        "Blackwell Ultra data sheet; the link is one 800 Gb/s port a GPU, between racks",
+        "Blackwell Ultra data sheet; the link is one 800 Gb/s port per GPU, between racks",
     ),
     "b200": (
         {"nvfp4": 9, "mxfp8": 4.5, "bf16": 2.25},
         (7.7, 180),
         50,
         (148, 1.85),
-        "Blackwell data sheet (HGX); the link is one 400 Gb/s port a GPU",
+        "Blackwell data sheet (HGX); the link is one 400 Gb/s port per GPU",
     ),
     "h200": (
         {"bf16": 0.989},
@@ -92,7 +94,7 @@ MACHINES = {
 
 
 def get(name: str) -> Machine:
-    """The machine of that name. Raises ValueError, listing the names there are."""
+    """The machine of that name. Raises Refused with the list of names."""
     if name not in MACHINES:
-        raise ValueError(f"unknown machine {name!r}; accepted: {', '.join([*MACHINES, 'here'])}")
+        raise Refused(f"unknown machine {name!r}; accepted: {', '.join([*MACHINES, 'here'])}")
     return MACHINES[name]

@@ -1,4 +1,4 @@
-"""measure: a model's layers on real batches, under one or more policies."""
+"""measure: quantization errors of a model's layers on batches, under one or more policies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..conversion.in_place import nothing_converted
+from ..errors import Refused
 from ..nn.noise import gradient_noise, weights
 from ..policy import policies as known
 from ..policy.policy import Policy
@@ -29,32 +30,31 @@ def measure(
     dtype: torch.dtype = torch.bfloat16,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Report:
-    """Measure what policies do to a model, layer by layer and operand by operand.
+    """Measure what policies do to a model, for each layer and operand.
 
     Args:
-        model: plain or converted; afterwards it is what it was.
-        batches: a few, each a tuple or dict of the model's arguments for which it returns a loss.
-        policies: names, or Policies of your own.
-        loss: loss(model, batch), where the model does not return one.
-        draws: of everything that is random; the floor of a drift is resolved to about 1/draws of the noise's own
-            sampling error.
-        tokens: of each layer that are kept and measured.
-        dtype: of activations and gradients where they are quantized: what autocast would make of them.
-        progress: called with (what is being done, done, of how many).
+        model: a plain or converted model; afterwards it is as before.
+        batches: tuples or dicts of the model's arguments; a few are enough.
+        policies: Policies or their names.
+        loss: loss(model, batch), a scalar; default: the model's result or its attribute `loss`.
+        draws: how often random operands are drawn, at least 3; more draws resolve a smaller drift.
+        tokens: tokens of each layer that are kept and measured.
+        dtype: the dtype of activations and gradients before they are quantized, as under autocast.
+        progress: called with (what is being done, number done, total).
 
     Returns:
         A Report.
 
     Raises:
-        ValueError: no batches, no policies, draws under 3, a policy that takes no layer of this model.
-        TypeError: the loss is no scalar.
+        Refused: there are no batches or policies, draws is below 3, or a policy quantizes no layer of the model.
+        TypeError: the loss is not a scalar.
     """
     if draws < 3:
-        raise ValueError(f"draws is {draws}; accepted: from 3, to tell noise from drift")
+        raise Refused(f"draws is {draws}; accepted: 3 or more, which noise and drift need")
     batches = list(batches)
     chosen = [known.get(policy) for policy in policies]
     if not chosen:
-        raise ValueError(f"policies is empty; accepted: one or more of {', '.join(known.names())}")
+        raise Refused(f"policies is empty; accepted: one or more of {', '.join(known.names())}")
     report = Report(
         facts={"draws": draws, "tokens": tokens, "batches": len(batches), "dtype": str(dtype).split(".")[-1]}
     )
@@ -65,15 +65,26 @@ def measure(
             names[policy.name] = [n for n, module in taken.items() if policy.recipe("pretrain", module).quantizes]
             report.left[policy.name] = converted.left
         if not names[policy.name] and policy.quantizes:
-            raise ValueError(nothing_converted(converted))
-    everything = list(dict.fromkeys(n for taken in names.values() for n in taken))
+            raise Refused(nothing_converted(converted))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        _audit(report, model, batches, chosen, names, everything, loss, draws, tokens, dtype, progress)
+        _audit(report, model, batches, chosen, names, loss, draws, tokens, dtype, progress)
     return report
 
 
-def _audit(report, model, batches, chosen, names, everything, loss, draws, tokens, dtype, progress) -> None:
+def _audit(
+    report: Report,
+    model: nn.Module,
+    batches: list,
+    chosen: list[Policy],
+    names: dict[str, list[str]],
+    loss: Loss,
+    draws: int,
+    tokens: int,
+    dtype: torch.dtype,
+    progress: Callable[[str, int, int], None],
+) -> None:
+    everything = list(dict.fromkeys(n for taken in names.values() for n in taken))
     progress("running the batches", 0, 1)
     layers = capture(model, batches, everything, loss, tokens, dtype)
     with plain(model):
@@ -96,7 +107,7 @@ def _audit(report, model, batches, chosen, names, everything, loss, draws, token
 
 
 def facts(layer: Layer) -> dict:
-    """What the report says of a layer's tensors, whatever the policy."""
+    """The facts of a layer's tensors that do not depend on a policy."""
     return {
         "shape": tuple(layer.w.shape),
         "tokens": layer.tokens,
@@ -107,8 +118,8 @@ def facts(layer: Layer) -> dict:
     }
 
 
-def _ratios(model: nn.Module, batch, loss: Loss) -> dict[str, float]:
-    """‖g‖/‖noise‖ by layer; none where the policy took no layer."""
+def _ratios(model: nn.Module, batch: object, loss: Loss) -> dict[str, float]:
+    """Layer → ‖g‖/‖noise‖; empty if the policy quantizes no layer."""
     if not any(w.requires_grad for w in weights(model).values()):
         return {}
     with torch.enable_grad():

@@ -1,8 +1,8 @@
-"""measure: what one Spec does to one tensor, as one operand of one GEMM.
+"""What one Spec does to one tensor, as one operand of one GEMM.
 
-Error and drift are taken in fp64 against the truth in its own frame: an operand that is rotated (RHT) is rotated back,
-since each draw rotates differently and only what comes back can be averaged. Range faults, underflow and saturation,
-are counted where they happen, on the rotated values.
+Error and drift are computed in fp64 against the unrotated truth: an operand with RHT is rotated back, since each draw
+has another rotation and only values that are rotated back can be averaged. Underflow and saturation are counted on the
+rotated values, where they occur.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +23,24 @@ from ..reference import hadamard
 from .averaging import Interval, Law, fit
 
 DRAWS = 32
-DUST = 2.0**-24  # of the largest magnitude: what rounding leaves of an fp32 sum that cancels; nothing is lost with it
-ENTRIES = 1 << 16  # elements whose errors are followed; where nothing is random, all of them
+DUST = 2.0**-24  # relative to the largest magnitude: the rounding error of fp32 sums that cancel, which may underflow
+ENTRIES = 1 << 16  # elements whose errors are kept where draws are random; else the errors of all are
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of an operand or a product.
+    """The measurements of an operand or a product; x is the truth and x̂ a draw.
 
     Attributes:
-        mse: E‖x̂ - x‖²/‖x‖², of one draw.
-        signed: Σ(x̂ - x)·sign(x)/Σ|x|: below zero where magnitudes shrink.
-        misalignment: 1 - E⟨x̂, x⟩/‖x‖²: the share of x that its image lost along x itself.
+        mse: E‖x̂ - x‖²/‖x‖² of one draw.
+        signed: Σ(x̂ - x)·sign(x)/Σ|x|, negative if magnitudes shrink.
+        misalignment: 1 - E⟨x̂, x⟩/‖x‖², the relative loss along x.
         law: noise and drift.
-        underflow: share of blocks that hold something and decode to nothing.
-        flushed: share of elements that are not zero and become it.
+        underflow: share of the nonzero blocks that decode to zero.
+        flushed: share of the nonzero elements that decode to zero.
         saturation: share of blocks whose largest element is cut by more than half a step of its grid.
         non_finite: share of blocks that decode to NaN.
-        histogram: how many blocks have each scale byte, 256 counts; empty for a product.
+        histogram: the number of blocks with each scale byte, 256 counts; empty for a product.
     """
 
     mse: float
@@ -54,12 +55,12 @@ class Measured:
 
     @property
     def snr(self) -> float:
-        """Signal to error of one draw, dB."""
+        """Signal-to-error ratio of one draw, dB."""
         return -10 * math.log10(self.mse) if self.mse > 0 else math.inf
 
     @property
     def snr_ratio(self) -> float:
-        """‖x‖/‖noise‖ of one draw: what the √3 rule asks of a gradient."""
+        """‖x‖/‖noise‖ of one draw, which the √3 rule wants above √3 for a gradient."""
         return 1 / math.sqrt(self.law.variance) if self.law.variance > 0 else math.inf
 
 
@@ -72,20 +73,20 @@ class Draws:
         self.errors: list[Tensor] = []
 
     def add(self, values: Tensor) -> None:
-        """One draw, of the truth's shape. What is not finite is left out of the error; it is counted elsewhere."""
+        """Add a draw, in the truth's shape. Values that are not finite count as exact; Tally counts them."""
         self.errors.append((values.flatten() - self.truth).nan_to_num(0.0, 0.0, 0.0))
 
     @classmethod
     def joined(cls, parts: Sequence[Draws]) -> Draws:
-        """The draws of several matrices, as of one."""
+        """The draws of several matrices as draws of one."""
         if len(parts) == 1:
             return parts[0]
         one = cls(torch.cat([part.truth for part in parts]))
         one.errors = [torch.cat(errors) for errors in zip(*(part.errors for part in parts), strict=True)]
         return one
 
-    def measured(self, **counts) -> Measured:
-        """What the draws add up to."""
+    def measured(self, **counts: Any) -> Measured:
+        """The measurements over all draws; `counts` are further fields of Measured."""
         errors = torch.stack(self.errors)
         mse = errors.square().sum(1).mean().item() / self.power if self.power else 0.0
         along = (errors @ self.truth).mean().item() / self.power if self.power else 0.0
@@ -95,13 +96,13 @@ class Draws:
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of a quantized matrix; those of several add up.
+    """Counts over a quantized matrix. The sum of two Tallies counts both matrices.
 
     Attributes:
-        held: blocks that hold something finite. empty: those of them that decode to nothing. cut: those whose largest
-            element is cut. blocks: all. nan: those that decode to NaN.
-        elements: that are not zero. flushed: those of them that become it.
-        error, power: ‖x̂ - x‖² and ‖x‖² of what is finite, in the frame of the stored values.
+        held: finite blocks that are not zero. empty: those of them that decode to zero. cut: those of them whose
+            largest element is cut. blocks: all blocks. nan: blocks that decode to NaN.
+        elements: nonzero elements. flushed: those of them that decode to zero.
+        error, power: ‖x̂ - x‖² and ‖x‖² over finite values; both rotated if the spec has an RHT.
         histogram: blocks by scale byte, [256].
     """
 
@@ -121,11 +122,11 @@ class Tally:
 
     @property
     def mse(self) -> float:
-        """Of this one draw."""
+        """‖x̂ - x‖²/‖x‖² of this draw."""
         return self.error / self.power if self.power else 0.0
 
     def shares(self) -> dict:
-        """As Measured has them."""
+        """The counts as shares, named as in Measured."""
         return {
             "underflow": self.empty / max(1, self.held),
             "flushed": self.flushed / max(1, self.elements),
@@ -137,27 +138,23 @@ class Tally:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the draws of one matrix showed: errors against each truth, and the counts of the first draw."""
+    """The draws of one matrix: their errors against each truth, and the counts of the first draw."""
 
     draws: dict[str, Draws]
     tally: Tally
 
 
 def nearest(found: dict[str, Measured]) -> str:
-    """Of what was measured against several truths: the truth that the mean comes closest to."""
+    """The name of the truth to which the mean over draws is closest."""
     return min(found, key=lambda of: max(found[of].law.floor.mean, 0.0) + 1e-9 * found[of].mse)
 
 
-def measure(
-    source: Tensor | QTensor, spec: Spec, axis: int, role: str, truths: dict[str, Tensor], draws: int = DRAWS
-) -> tuple[str, Measured]:
-    """What `spec` does to a tensor: see `observe` and `measured`."""
-    return measured([observe(source, spec, axis, role, truths, draws)])
-
-
 def measured(seen: Sequence[Seen]) -> tuple[str, Measured]:
-    """Of matrices that are one operand (those of a layer's experts): the name of the truth that it comes closest to on
-    average, and the numbers against that."""
+    """(the name of the truth to which the mean over draws is closest, the measurements against it).
+
+    Args:
+        seen: the matrices of one operand: one, or one for each expert.
+    """
     tally = functools.reduce(Tally.__add__, (one.tally for one in seen))
     found = {of: Draws.joined([one.draws[of] for one in seen]).measured(**tally.shares()) for of in seen[0].draws}
     of = nearest(found)
@@ -173,46 +170,47 @@ def observe(
     draws: int = DRAWS,
     entries: int = ENTRIES,
 ) -> Seen:
-    """Quantize a matrix again and again.
+    """Quantize a matrix repeatedly.
 
     Args:
-        source: [rows, cols], fp32; or the QTensor of the forward, where the recipe quantizes that anew.
-        axis: -1 or -2, as in quantize: along which axis the GEMM contracts.
-        truths: what the operand may stand for, of source's shape, by name.
-        draws: repeated where anything is random; one draw where nothing is.
-        entries: elements whose errors are followed where anything is random.
+        source: [rows, cols] fp32; or the forward's QTensor, if the recipe requantizes that.
+        axis: the contraction axis, -1 or -2, as in quantize.
+        role: the operand, as in quantize.
+        truths: name → possible truth, in source's shape.
+        draws: the number of draws if the spec is random; else one draw is made.
+        entries: the number of elements whose errors are kept if the spec is random.
     """
     turn = (lambda t: t) if axis == -1 else (lambda t: t.mT)
     values = turn(source.dequantize(torch.float32) if isinstance(source, QTensor) else source.float())
-    rows = sampled(*values.shape, entries) if spec.needs_rng else slice(None)
+    rows = sampled(values.shape[0], values.shape[1], entries) if spec.needs_rng else slice(None)
     collected = {of: Draws(turn(truth)[rows]) for of, truth in truths.items()}
-    tally = None
     for draw in range(draws if spec.needs_rng else 1):
         rng = torch.tensor([0x5EED, draw])
         q = quantize(source, spec, axis=axis, rng=rng, role=role)
+        if draw == 0:
+            tally = range_faults(q, spec, values, rng)
         image = estimate(whole(q)[rows], values.shape[1], spec, rng)
         for each in collected.values():
             each.add(image)
-        tally = tally or range_faults(q, spec, values, rng)
     return Seen(collected, tally)
 
 
 def sampled(rows: int, width: int, entries: int = ENTRIES) -> Tensor:
-    """Which rows stand for all: `entries` elements or a little more."""
+    """A random choice of rows with `entries` elements or slightly more; int64, sorted."""
     generator = torch.Generator().manual_seed(rows)
     return torch.randperm(rows, generator=generator)[: -(-entries // max(1, width))].sort().values
 
 
 def whole(q: QTensor) -> Tensor:
-    """What is stored, fp32, the padding too: where it was rotated, the padding holds a part of x."""
+    """The decoded fp32 values with their padding, which holds a part of x if x was rotated."""
     return replace(q, shape=torch.Size((*q.shape[:-1], q.format.padded(q.shape[-1])))).dequantize(torch.float32)
 
 
 def estimate(stored: Tensor, k: int, spec: Spec, rng: Tensor) -> Tensor:
-    """x̂ [rows, K] in the frame of x, of what is stored with its padding: rotated back, where the spec rotates."""
+    """x̂ [rows, K] from decoded values with padding; rotated back if the spec has an RHT."""
     if spec.rht == "none":
         return stored[..., :k]
-    n, stages = hadamard.parse(spec.rht)
+    n, stages = hadamard.parse(str(spec.rht))
     n = hadamard.effective_n(n, k)
     back = _inverse(n, stages, *rng.tolist())
     return (stored.unflatten(-1, (-1, n)) @ back).flatten(-2)[..., :k]
@@ -227,14 +225,14 @@ def _inverse(n: int, stages: int, seed: int, offset: int) -> Tensor:
 def range_faults(q: QTensor, spec: Spec, x: Tensor, rng: Tensor | None) -> Tally:
     """Underflow, saturation, NaN blocks, the error and the histogram of scale bytes of a quantized x [rows, K]."""
     fmt = q.format
-    r = x if spec.rht == "none" else hadamard.rht(x, *hadamard.parse(spec.rht), rng)
+    r = x if spec.rht == "none" else hadamard.rht(x, *hadamard.parse(str(spec.rht)), rng)
     r = torch.nn.functional.pad(r, (0, fmt.padded(q.shape[-1]) - r.shape[-1]))
     r, back = (t.unflatten(-1, (-1, fmt.block)) for t in (r, whole(q)))
     outer = 1.0 if q.global_scale is None else q.global_scale[..., None]
     scale = (q.scales.float()[..., None] * outer).nan_to_num(0.0)
     largest = r.abs().nan_to_num(0.0, 0.0, 0.0).max() if r.numel() else 0.0
     held = (r.abs() > DUST * largest).any(-1) & torch.isfinite(r).all(-1)
-    # Were the grid to go on, the next step up would begin half a step beyond its end.
+    # A grid that went on would round values up from half a step beyond this one's end.
     element = fmt.element
     cut = (r.abs() > (element.max + element.top_step / 2) * scale) & (scale > 0)
     finite = torch.isfinite(r) & torch.isfinite(back)

@@ -1,10 +1,10 @@
-"""The work of one linear layer, as a list of primitive operations: what linear.py calls, and on how much.
+"""The work of one linear layer as a list of primitive operations, as nn/dense.py performs them.
 
     fprop   y [T, N]   quantize x [T, K] and w [N, K],           T·N·K multiply-adds
     dgrad   dx [T, K]  quantize dy [T, N] and w along N,         T·K·N
     wgrad   dw [N, K]  quantize dy along T and x along T,        N·K·T
 
-Machines then say what an operation takes: a data sheet by arithmetic and bytes, this one by what was measured.
+The time of an operation follows from a data sheet (machines.py) or from measurements (calibrate.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ class Op:
 
     Attributes:
         kind: "quantize", "requantize", "dequantize" or "gemm".
-        gemm: the GEMM it serves.
-        keys: what it works with: the stored format, the Spec's key, the axis; or the operands' formats and the output.
-        work: elements, or multiply-adds.
+        gemm: the GEMM that it is for: "fprop", "dgrad" or "wgrad".
+        keys: the stored format, the Spec's key and the axis, as far as the kind has them; for a GEMM the operands'
+            formats and the output's.
+        work: the number of elements, or of multiply-adds.
         sizes: (rows, cols) or (M, N, K).
     """
 
@@ -39,13 +40,14 @@ def of_layer(recipe: Recipe, t: int, n: int, k: int, backward: bool = True, weig
     """The operations of a layer w [N, K] on t tokens under a recipe.
 
     Args:
-        backward: with dgrad and wgrad.
-        weights_ready: w was quantized beforehand, as a sampler's is.
+        t, n, k: T tokens, N outputs, K inputs.
+        backward: whether to include dgrad and wgrad.
+        weights_ready: whether w is quantized already, as in a sampler.
     """
     made: list[Op] = []
 
     def quantize(gemm: str, spec: Spec | None, rows: int, cols: int, axis: int, kept: Spec | None = None) -> str:
-        """The format of the operand; `kept`: it is made of what the forward stored."""
+        """Add the operation that makes an operand, from the forward's stored one if `kept`; return its format."""
         if spec is None:
             if kept:
                 made.append(Op("dequantize", gemm, (kept.format,), rows * cols, (rows, cols)))
@@ -72,12 +74,12 @@ def of_layer(recipe: Recipe, t: int, n: int, k: int, backward: bool = True, weig
 
 
 def bits(fmt: str) -> float:
-    """Stored bits an element, block scales included."""
+    """Stored bits per element, block scales included."""
     return formats.get(fmt).bits_per_element if fmt in formats.FORMATS else {"bf16": 16.0, "fp32": 32.0}[fmt]
 
 
 def moved(op: Op) -> float:
-    """Bytes that an operation must read and write."""
+    """The bytes that an operation reads and writes at least."""
     if op.kind == "gemm":
         m, n, k = op.sizes
         a, b, out = op.keys
@@ -92,15 +94,15 @@ def moved(op: Op) -> float:
 
 
 def arithmetic(spec: Spec) -> float:
-    """fp32 operations an element that a quantizer needs, counted from docs/numerics.md; no GPU was measured.
+    """fp32 operations per element of a quantizer, counted from docs/numerics.md and not measured.
 
-    A candidate scale costs a multiplication, a rounding of 3, and the error's 3; errors are of normalized elements,
-    which is one more multiplication; a Philox call of 10 rounds serves 8 elements; a butterfly is an addition per
-    element.
+    A candidate scale costs a multiplication, 3 operations to round and 3 for the error. Errors are of normalized
+    elements, which costs one more multiplication. A Philox call of 10 rounds serves 8 elements. A butterfly costs one
+    addition per element.
     """
     candidates = {"four_over_six": 2, "four_over_six_mae": 2, "four_over_six_absmax": 2, "sweep": 5, "minvar": 6}
-    tried = (candidates | {"amax": 0, "ceil": 0, "floor": 0})[spec.scale]
-    count = 8 + 7 * tried  # magnitude, maximum, scale, multiply, round, pack
+    tried = (candidates | {"amax": 0, "ceil": 0, "floor": 0})[str(spec.scale)]
+    count: float = 8 + 7 * tried  # magnitude, maximum, scale, multiply, round, pack
     if tried and spec.scale != "minvar":
         count += 1
     if spec.rounding == "stochastic":
@@ -108,6 +110,6 @@ def arithmetic(spec: Spec) -> float:
     if spec.is_eden:
         count += 6  # S: an element normalized, two products, two sums, and the scale's rounding
     if spec.rht != "none":
-        n, _, stages = spec.rht.partition("x")
+        n, _, stages = str(spec.rht).partition("x")
         count += int(stages or 1) * (2 + int(n).bit_length() - 1) + (2 if stages else 0)
     return count

@@ -1,28 +1,28 @@
-"""Report: what an audit found: rows of numbers, and the faults among them, each named with its place."""
+"""Report: the measurements of an audit, and the faults among them with their places."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ..nn.noise import SQRT3
 from .layer import Row
-from .operand import Measured
 
-DRIFT = 1e-4  # of a gradient's energy: a bias of 1 % of its norm
 UNDERFLOW = 0.01  # of the blocks
 SATURATION = 0.05  # of the blocks
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that a person should look at.
+    """A measurement beyond its limit.
 
     Attributes:
-        policy, module, gemm, what: where.
+        policy, module, gemm, what: its place.
         kind: "drift", "saturation", "underflow", "non-finite" or "noise".
-        size: the number that gave it away: floor, share of blocks, or ‖g‖/‖noise‖.
-        text: the finding and what would help, in a sentence.
+        size: the measurement: a floor, a share of blocks, or ‖g‖/‖noise‖.
+        text: a sentence with the finding and what would help.
     """
 
     policy: str
@@ -36,17 +36,17 @@ class Fault:
 
 @dataclass
 class Report:
-    """What `audit` found.
+    """The result of an audit.
 
     Attributes:
-        rows: policy → its rows, layer by layer.
-        ratios: policy → layer → ‖g‖/‖noise‖ of the weight gradient, all layers rounding at once (gradient_noise):
-            below √3 a gradient no longer helps. A layer's noise may come from those above it; a fault of kind "noise"
-            is a layer whose own rounding is enough. inf where nothing in the backward is random.
-        losses: policy → loss on the batches, mean; "bf16" is the plain model's.
-        layers: layer → facts of its tensors: shape, amax of each batch, outlier channels.
+        rows: policy → its rows, in the order of layers.
+        ratios: policy → layer → ‖g‖/‖noise‖ of the weight gradient while all layers round (gradient_noise). Below √3
+            the gradient no longer helps. Part of the noise may come from other layers, whereas a fault of kind "noise"
+            counts the layer's own rounding alone. inf if nothing in the backward is random.
+        losses: policy → mean loss on the batches, nats; "bf16" for the plain model.
+        layers: layer → facts of its tensors: shape, amax in each batch, outlier channels.
         left: policy → module → why it is not quantized.
-        facts: what was measured, on what.
+        facts: the settings of the audit.
     """
 
     rows: dict[str, list[Row]] = field(default_factory=dict)
@@ -68,34 +68,20 @@ class Report:
 
     @property
     def grouped(self) -> list[list[Fault]]:
-        """The faults of one kind at one place of a policy together, whatever the layer, the largest first: what all
-        layers have is the policy's own doing."""
+        """The faults by policy, kind, GEMM and operand, over all layers; the largest of each group first."""
         groups: dict[tuple, list[Fault]] = {}
         for fault in self.faults:
             groups.setdefault((fault.policy, fault.kind, fault.gemm, fault.what), []).append(fault)
         return list(groups.values())
 
-    def _faults(self, policy: str):
+    def _faults(self, policy: str) -> Iterator[Fault]:
         for row in self.rows[policy]:
-            m, place = row.measured, (policy, row.module, row.gemm, row.what)
-            if row.gemm != "fprop" and m.law.drifts and m.law.floor.low > DRIFT:
-                yield Fault(*place, "drift", m.law.floor.mean, _drift(row, m))
-            if m.saturation > SATURATION:
-                why = f"{m.saturation:.1%} of the blocks of {row.what} lose the top of their largest element"
-                yield Fault(*place, "saturation", m.saturation, f"{why}; a scale rule that rounds up would keep it")
-            if m.underflow > UNDERFLOW:
-                why = f"{m.underflow:.1%} of the blocks of {row.what} decode to nothing: too small beside the largest"
-                yield Fault(*place, "underflow", m.underflow, f"{why}; an outer scale a row, or MXFP8, would keep them")
-            if m.non_finite:
-                why = f"{m.non_finite:.1%} of the blocks of {row.what} hold a NaN or an infinity"
-                yield Fault(*place, "non-finite", m.non_finite, why)
-            if row.what == "dw" and m.snr_ratio < SQRT3:
-                why = f"the weight gradient is {m.snr_ratio:.2f} times the noise of this layer's own rounding, under √3"
-                text = f"{why}; more bits in its wgrad or a larger batch would help"
-                yield Fault(*place, "noise", m.snr_ratio, text)
+            for kind, size in found_in(row):
+                if kind != "noise" or row.what == "dw":
+                    yield Fault(policy, row.module, row.gemm, row.what, kind, size, _text(row, kind, size))
 
     def to_json(self) -> dict:
-        """Everything, as what json.dumps takes; what is not finite is None."""
+        """Everything as objects for json.dumps; numbers that are not finite become None."""
         rows = {
             policy: [{**asdict(row), "spec": row.spec.key if row.spec else None} for row in rows]
             for policy, rows in self.rows.items()
@@ -104,14 +90,45 @@ class Report:
         return _finite({**vars(self), "rows": rows, "faults": faults})
 
 
-def _drift(row: Row, m: Measured) -> str:
-    floor = f"{m.law.floor.mean:.1e} of the energy of {row.what} stays however many draws are averaged"
-    if m.law.draws == 1:
+def found_in(row: Row) -> Iterator[tuple[str, float]]:
+    """(kind, size), as in Fault, of what is wrong with an operand or product; what is worst comes first."""
+    m = row.measured
+    if m.non_finite:
+        yield "non-finite", m.non_finite
+    if row.drifts:
+        yield "drift", m.law.floor.mean
+    if row.gemm != "fprop" and row.is_product and m.snr_ratio < SQRT3:
+        yield "noise", m.snr_ratio
+    if m.saturation > SATURATION:
+        yield "saturation", m.saturation
+    if m.underflow > UNDERFLOW:
+        yield "underflow", m.underflow
+
+
+def _text(row: Row, kind: str, size: float) -> str:
+    """The finding in a sentence, and what would help."""
+    blocks, law = f"{size:.1%} of the blocks of {row.what}", row.measured.law
+    if kind == "non-finite":
+        return f"{blocks} hold a NaN or an infinity"
+    if kind == "saturation":
+        return f"{blocks} lose the top of their largest element; a scale rule that rounds up would keep it"
+    if kind == "underflow":
+        return (
+            f"{blocks} decode to zero: they are too small beside the largest; an outer scale per row, or MXFP8, would "
+            "keep them"
+        )
+    if kind == "noise":
+        return (
+            f"the weight gradient is {size:.2f} times the noise of this layer's own rounding, under √3; more bits in "
+            "its wgrad or a larger batch would help"
+        )
+    floor = f"{size:.1e} of the energy of {row.what} remains however many draws are averaged"
+    if law.draws == 1:
         return f"{floor}: nothing in it is random; stochastic or MS-EDEN rounding would average out"
-    return f"{floor} (err({m.law.draws}) fits {m.law.variance:.1e}/B + {m.law.floor.mean:.1e})"
+    return f"{floor} (err({law.draws}) fits {law.variance:.1e}/B + {size:.1e})"
 
 
-def _finite(value):
+def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

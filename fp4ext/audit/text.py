@@ -1,4 +1,4 @@
-"""The audit, the cost and the advice as plain text, by rich."""
+"""Audit, cost and advice as text on a console."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from rich.table import Table
 
 from .advice import Advice
 from .cost_model import Cost
-from .html import _mean, summary
-from .report import DRIFT, Report
-
-KINDS = ("fprop", "dgrad", "wgrad")
+from .html import mean, summary
+from .report import Report
 
 
 def print_report(report: Report, console: Console, most: int = 12) -> None:
-    """The means over layers of each policy, then the faults."""
+    """Print the means over layers for each policy, then at most `most` groups of faults."""
     console.print(summary(report), highlight=False)
     grid = _grid(
         "policy", "operand", "error\n×1e-3", "signed\n×1e-3", "noise\n×1e-3", "floor\n×1e-3", "SNR\ndB", "‖g‖/‖n‖"
@@ -25,12 +23,15 @@ def print_report(report: Report, console: Console, most: int = 12) -> None:
     for policy in report.policies:
         rows = report.rows[policy]
         for gemm, what in dict.fromkeys((r.gemm, r.what) for r in rows):
-            m = [r.measured for r in rows if (r.gemm, r.what) == (gemm, what)]
-            mse, floor = _mean(x.mse for x in m), _mean(x.law.floor.mean for x in m)
-            bad = gemm != "fprop" and any(x.law.drifts and x.law.floor.low > DRIFT for x in m)
+            mine = [r for r in rows if (r.gemm, r.what) == (gemm, what)]
+            m = [r.measured for r in mine]
+            mse, floor = mean(x.mse for x in m), mean(x.law.floor.mean for x in m)
             ratio = min((x.snr_ratio for x in m), default=math.inf) if what == "dw" else math.inf
-            numbers = [f"{1e3 * mse:.3f}", f"{1e3 * _mean(x.signed.mean for x in m):+.2f}"]
-            numbers += [f"{1e3 * _mean(x.law.variance for x in m):.3f}", f"{'[red]' if bad else ''}{1e3 * floor:.3f}"]
+            numbers = [f"{1e3 * mse:.3f}", f"{1e3 * mean(x.signed.mean for x in m):+.2f}"]
+            numbers += [
+                f"{1e3 * mean(x.law.variance for x in m):.3f}",
+                f"{'[red]' if any(r.drifts for r in mine) else ''}{1e3 * floor:.3f}",
+            ]
             numbers += [
                 f"{-10 * math.log10(mse):.1f}" if mse > 0 else "exact",
                 f"{ratio:.1f}" if ratio < math.inf else "",
@@ -48,7 +49,7 @@ def print_report(report: Report, console: Console, most: int = 12) -> None:
 
 
 def print_advice(advice: Advice, console: Console) -> None:
-    """The ranking of each stage."""
+    """Print the ranking of each stage."""
     for which, scores in advice.ranked.items():
         grid = _grid(
             f"{which}, best on {advice.goal} first", "error\n×1e-3", "floor\n×1e-3", "faulty\nlayers", "ns/token", "bit"
@@ -62,9 +63,9 @@ def print_advice(advice: Advice, console: Console) -> None:
 
 
 def print_cost(cost: Cost, console: Console, tokens: float | None = None) -> None:
-    """The terms of a step, the memory of a chip, and how long a run of so many tokens takes."""
+    """Print the terms of a step, the memory of a chip, and the time of a run over `tokens`, if given."""
     head = f"{cost.shape.name}: {amount(cost.shape.parameters)} parameters, policy {cost.policy}"
-    console.print(f"{head}, {cost.gpus} × {cost.machine}, {amount(cost.tokens)} tokens a step", highlight=False)
+    console.print(f"{head}, {cost.gpus} × {cost.machine}, {amount(cost.tokens)} tokens per step", highlight=False)
     grid = _grid("term", "ms", "share", "PFLOP", "GB moved", "bound by")
     for t in cost.terms:
         share = t.seconds / cost.seconds
@@ -101,7 +102,7 @@ def print_cost(cost: Cost, console: Console, tokens: float | None = None) -> Non
     held = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in cost.memory.items())
     total = sum(cost.memory.values())
     over = "" if total <= cost.room else ": [red]does not fit[/]"
-    console.print(f"memory a chip, GB: {held}; {total / 1e9:.3g} of {cost.room / 1e9:.0f}{over}", highlight=False)
+    console.print(f"memory per chip, GB: {held}; {total / 1e9:.3g} of {cost.room / 1e9:.0f}{over}", highlight=False)
 
 
 def amount(value: float) -> str:

@@ -9,9 +9,9 @@ A layout is a reader and a writer in a file of its own; header.py and folder.py 
 whole checkpoint or none. docs/interchange.md has the layouts, and who has read what.
 """
 
+from ..errors import Refused
 from ..extras import export as _packages  # noqa: F401  (first: an ImportError that names the extra)
 from .checkpoint import Checkpoint
-from .errors import Refused
 from .inspection import Inspection, inspect
 from .layouts import LAYOUTS
 from .loading import load

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ..policy import formats
+from .errors import Invalid
 from .stored import Stored, spread
 
-# Ties between neighbouring magnitudes i and i + 1 of E2M1 go to the even one.
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, formats.E2M1.max)
+_MIDPOINTS = [(a + b) / 2 for a, b in zip(_E2M1[:-1], _E2M1[1:], strict=True)]  # a tie goes to the even code
 _ROWS = 1 << 22  # elements at once
 
 
@@ -30,11 +31,11 @@ def against(x: Tensor, old: Stored) -> tuple[Stored, int]:
         x: [N, K] or [E, N, K], the shape of `old`; fp32, bf16 or fp16.
 
     Raises:
-        ValueError: another shape.
+        Refused: another shape.
     """
     q = old.q
     if tuple(x.shape) != tuple(q.shape):
-        raise ValueError(f"x has shape {tuple(x.shape)}; accepted: {tuple(q.shape)}, as what is stored")
+        raise Invalid(f"x has shape {tuple(x.shape)}; accepted: {tuple(q.shape)}, as what is stored")
     fmt, k = q.format, x.shape[-1]
     rows, codes = x.reshape(-1, k), q.codes.reshape(-1, q.codes.shape[-1])
     scales = q.scales.reshape(-1, q.scales.shape[-1])
@@ -70,7 +71,7 @@ def _elements(codes: Tensor, fmt: formats.Format) -> Tensor:
     """The values of codes, fp32."""
     if fmt.codes_per_byte == 1:
         return codes.view(fmt.codes_dtype).float()
-    magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    magnitudes = torch.tensor(_E2M1)
     return torch.cat((magnitudes, -magnitudes))[_unpacked(codes, fmt).long()]
 
 

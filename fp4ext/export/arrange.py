@@ -9,7 +9,7 @@ Rows move whole, with their block scales, so it loses nothing. What is quantized
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..policy.formats import Format
 from . import naming
-from .errors import Refused
+from .errors import Invalid
 from .layout import Layout
 from .stored import Outer, Stored, interleave, separate, spread
 
@@ -31,8 +31,7 @@ def names_of_stack(layout: Layout) -> tuple[str, str]:
 
 def unstack(name: str, weight: Weight, alternating: bool) -> list[tuple[str, Weight]]:
     """A stack as matrices with names of their own."""
-    match = naming.STACK.match(name)
-    experts, part = match["experts"], match["part"]
+    experts, part = naming.of_stack(name)
     n = rows(weight)
     if part in ("gate_up_proj", "w13_weight"):
         weight = reorder(weight, separate(n)) if alternating else weight
@@ -48,16 +47,16 @@ def unstack(name: str, weight: Weight, alternating: bool) -> list[tuple[str, Wei
 
 def restack(name: str, weight: Weight, alternating: bool, layout: Layout) -> tuple[str, Weight]:
     """A stack under a layout's names, its rows alternating."""
-    match = naming.STACK.match(name)
+    experts, part = naming.of_stack(name)
     both, down = names_of_stack(layout)
-    if match["part"] in ("down_proj", "w2_weight"):
-        return f"{match['experts']}.{down}", weight
-    return f"{match['experts']}.{both}", weight if alternating else reorder(weight, interleave(rows(weight)))
+    if part in ("down_proj", "w2_weight"):
+        return f"{experts}.{down}", weight
+    return f"{experts}.{both}", weight if alternating else reorder(weight, interleave(rows(weight)))
 
 
 def as_named(name: str, weight: Weight) -> tuple[str, Weight]:
     """A stack whose rows alternate, in the arrangement that its name promises: gate_up_proj has all of gate first."""
-    in_halves = naming.STACK.match(name)["part"] == "gate_up_proj"
+    in_halves = naming.of_stack(name)[1] == "gate_up_proj"
     return name, reorder(weight, separate(rows(weight))) if in_halves else weight
 
 
@@ -74,7 +73,7 @@ def stack(
     both, down = names_of_stack(layout)
     numbers = [sorted(part) for part in parts.values()]
     if any(n != list(range(len(numbers[0]))) for n in numbers):
-        raise Refused(f"{experts}: experts {numbers[0]} of a layer; accepted: all from 0, each with the same parts")
+        raise Invalid(f"{experts}: experts {numbers[0]} of a layer; accepted: all from 0, each with the same parts")
     if "down_proj" in parts:
         return f"{experts}.{down}", pile([parts["down_proj"][e] for e in numbers[0]], anew)
     pairs = [
@@ -117,11 +116,12 @@ def under_one_outer(weights: dict[str, Stored]) -> tuple[dict[str, Stored], dict
     subnormal. Codes stay, so what decodes is the same but in blocks whose scale is rounded. Matrices with other outer
     scales stay as they are.
     """
-    values = {name: w.outer.value for name, w in weights.items()}
+    values = {name: w.nvfp4_outer.value for name, w in weights.items()}
     if not all(v.dim() == 0 and v > 0 and v.log2().frac() == 0 for v in values.values()):
         return weights, {}
     most = torch.stack(list(values.values())).max()
-    made, rounded = {}, {}
+    made: dict[str, Stored] = {}
+    rounded: dict[str, int] = {}
     for name, w in weights.items():
         if values[name] != most:
             old = w.q.scales.float() * (values[name] / most)
@@ -134,8 +134,18 @@ def under_one_outer(weights: dict[str, Stored]) -> tuple[dict[str, Stored], dict
     return made, rounded
 
 
-def over_each_other(name: str, weights: list[Weight], anew: Anew | None = None) -> Weight:
-    """Matrices over each other, under one outer scale.
+def over_each_other(name: str, weights: Sequence[Weight], anew: Anew | None = None) -> Weight:
+    """Matrices, all plain or all quantized, over each other; quantized ones by packed_over_each_other."""
+    if len(weights) == 1:
+        return weights[0]
+    packed = [w for w in weights if isinstance(w, Stored)]
+    if packed:
+        return packed_over_each_other(name, packed, anew)
+    return torch.cat([w for w in weights if isinstance(w, Tensor)])
+
+
+def packed_over_each_other(name: str, weights: list[Stored], anew: Anew | None = None) -> Stored:
+    """Quantized matrices over each other, under one outer scale.
 
     Raises:
         Refused: their formats or outer scales differ, and there is no `anew` to quantize them again.
@@ -143,14 +153,12 @@ def over_each_other(name: str, weights: list[Weight], anew: Anew | None = None) 
     first = weights[0]
     if len(weights) == 1:
         return first
-    if isinstance(first, Tensor):
-        return torch.cat(weights)
     for w in weights[1:]:
-        if first.q.format is not w.q.format or (first.outer is not None and not first.outer.is_exactly(w.outer)):
+        if first.q.format is not w.q.format or (first.outer is not None and not first.outer.is_exactly(w.nvfp4_outer)):
             if anew is not None:
                 values = torch.cat([w.q.dequantize(torch.float32) for w in weights])
                 return replace(anew(name, values), input_amax=_largest(weights))
-            raise Refused(
+            raise Invalid(
                 f"{name}: gate and up of an expert have outer scales that differ, and a stack has one for both; "
                 "accepted: equal ones, or requantize"
             )
@@ -166,22 +174,30 @@ def _largest(weights: list[Stored]) -> Tensor | None:
     return torch.stack(known).amax(0) if len(known) == len(weights) else None
 
 
-def _bytes(join, tensors: list[Tensor]) -> Tensor:
+def _bytes(join: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
     """join of tensors as bytes: torch joins few of the 8-bit types."""
     return join([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
-def pile(weights: list[Weight], anew: Anew | None = None) -> Weight:
-    """[N, K] each → [E, N, K]."""
-    if isinstance(weights[0], Tensor):
-        return torch.stack(weights)
+def pile(weights: Sequence[Weight], anew: Anew | None = None) -> Weight:
+    """Matrices [N, K], all plain or all quantized → [E, N, K]."""
+    packed = [w for w in weights if isinstance(w, Stored)]
+    return pile_packed(packed, anew) if packed else torch.stack([w for w in weights if isinstance(w, Tensor)])
+
+
+def pile_packed(weights: list[Stored], anew: Anew | None = None) -> Stored:
+    """Quantized matrices [N, K] → [E, N, K], in the format of them all, or of what `anew` makes.
+
+    Raises:
+        Refused: their formats differ, and there is no `anew`.
+    """
     formats_: set[Format] = {w.q.format for w in weights}
     if len(formats_) > 1 and anew is not None:
         amaxes = [w.input_amax for w in weights]
         weights = [anew(f"expert {e}", w.q.dequantize(torch.float32)) for e, w in enumerate(weights)]
         weights = [replace(w, input_amax=amax) for w, amax in zip(weights, amaxes, strict=True)]
     elif len(formats_) > 1:
-        raise Refused(f"experts of a stack in {', '.join(map(str, formats_))}; accepted: one format, or requantize")
+        raise Invalid(f"experts of a stack in {', '.join(map(str, formats_))}; accepted: one format, or requantize")
     first = weights[0]
     codes, scales = (_bytes(torch.stack, [getattr(w.q, what) for w in weights]) for what in ("codes", "scales"))
     outer = None

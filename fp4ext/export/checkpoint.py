@@ -12,11 +12,13 @@ from ..functional.qtensor import QTensor
 from ..policy.formats import Format
 from . import fp8, layouts
 from .doubt import check_codes, check_config, check_plain
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder, config_dtype
 from .fp8 import Fp8
 from .layout import Group, Layout
 from .stored import Stored
+
+AnyWeight = Stored | Fp8 | Tensor
 
 
 class Checkpoint(Mapping):
@@ -49,7 +51,7 @@ class Checkpoint(Mapping):
         self._formats = {name: self.layout.format(name, group, rest) for name, group in self._groups.items()}
         for name, pieces in self.fp8.items():
             if name in self._groups:
-                raise Refused(f"{self.folder.path}: {name!r} is FP8, and {self._groups[name]} belong to it too")
+                raise Invalid(f"{self.folder.path}: {name!r} is FP8, and {self._groups[name]} belong to it too")
             self._groups[name], self._formats[name] = pieces, None
             fp8.block_of(self.folder, name, pieces)
         in_order = sorted(self._groups, key=lambda name: self.folder.place(self._groups[name]))
@@ -64,7 +66,7 @@ class Checkpoint(Mapping):
         weight = self.weight(name)
         return weight.q if isinstance(weight, Stored) else weight
 
-    def __contains__(self, name) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._groups
 
     def __iter__(self) -> Iterator[str]:
@@ -73,7 +75,7 @@ class Checkpoint(Mapping):
     def __len__(self) -> int:
         return len(self._groups)
 
-    def weight(self, name: str) -> Stored | Fp8 | Tensor:
+    def weight(self, name: str) -> AnyWeight:
         """A weight, its outer scale in the file's own numbers. Raises KeyError, or Refused for one that is faulty."""
         if name in self.fp8:
             return fp8.read(self.folder, name, self.fp8[name], config_dtype(self.config))
@@ -112,7 +114,7 @@ class Checkpoint(Mapping):
         for tensor in self._groups[name].values():
             shape = self.folder.slots[tensor].shape
             if 0 in shape:
-                raise Refused(
+                raise Invalid(
                     f"{self.folder.path}: {tensor!r} is {shape}; accepted: a quantized weight that is not empty"
                 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from ..policy.policy import Policy
 from ..policy.recipe import Fprop, Recipe
 from ..policy.spec import Spec, as_spec
 from . import module, naming, origin
-from .errors import Refused
+from .errors import Invalid
 from .layout import Layout
 from .source import Source
 
@@ -66,20 +67,20 @@ def choose(src: Source, policy: Policy | Spec | Format | str | None, layout: Lay
     given = policy_of(policy, layout)
     used = given or policies.get("end_to_end")
     plain = [n for n in src.names() if src.format(n) is None and n not in src.fp8]
-    model, by = getattr(src, "model", None), "the modules of the model"
+    model, by = src.model, "the modules of the model"
     if model is None and plain:
         model, by = described.by_class(src.config, len(src.names()))
     made = Chosen(by=by, policy=None if isinstance(policy, (Spec, Format)) or _is_key(policy) else used)
     made.spec_of = lambda name: used.recipe("rl_sampler", naming.module(name)).fprop.w
     known = {} if model is None else _owners(model, src, plain)
-    if not known:
+    if model is None or not known:
         made.by = f"names alone, for {by if model is None else f'{by} has none of these names'}"
         _by_names(made, src, plain, used, layout)
         return made
     decided = given is None and _is_converted(model)
     specs, why = _converted(model) if decided else _decided(model, used)
     if decided:
-        of = {m.policy for m in model.modules() if isinstance(m, CONVERTED)}
+        of = {p for m in model.modules() if isinstance(m, CONVERTED) and isinstance(p := m.policy, Policy)}
         made.policy = of.pop() if len(of) == 1 else None
         made.spec_of = lambda name: specs.get(known.get(name, [("", "")])[0][0], used.recipe("rl_sampler", "").fprop.w)
     modules = dict(named_modules(model))
@@ -93,28 +94,28 @@ def policy_of(policy: Policy | Spec | Format | str | None, layout: Layout) -> Po
     """What a caller's `policy` means, None where the model's own counts. Raises Refused."""
     if policy is None and layout.formats == (formats.MXFP4,):
         policy = "mxfp4"
-    if isinstance(policy, Format) or _is_key(policy):
+    if isinstance(policy, Format) or (isinstance(policy, str) and _is_key(policy)):
         try:
             policy = as_spec(policy)
         except ValueError as error:
             known = ", ".join(policies.names())
-            raise Refused(
+            raise Invalid(
                 f"unknown policy {policy!r}; policies: {known}; or a .toml file, or a spec ({error})"
             ) from None
     if isinstance(policy, Spec):
         if policy.needs_rng:
-            raise Refused(f"policy {policy}: weights are stored once; accepted: rounding nearest, rht none")
+            raise Invalid(f"policy {policy}: weights are stored once; accepted: rounding nearest, rht none")
         weights = Recipe(Fprop(None, policy))
         return Policy(str(policy), weights, weights)
     if policy is None:
         return None
     policy = policies.get(policy)
     if policy.pretrain.fprop.w is None and policy.rl_sampler is None and not policy.rules:
-        raise Refused(f"policy {policy.name} quantizes no weight; accepted: one that does")
+        raise Invalid(f"policy {policy.name} quantizes no weight; accepted: one that does")
     return policy
 
 
-def _is_key(policy) -> bool:
+def _is_key(policy: object) -> bool:
     """Whether it is a text that is the name of no policy, and so may be a Spec's key."""
     return isinstance(policy, str) and policy not in policies.names() and not policy.endswith(policy_file.SUFFIXES)
 
@@ -135,10 +136,12 @@ def _decided(model: nn.Module, policy: Policy) -> tuple[dict[str, Spec], dict[st
 
 def _converted(model: nn.Module) -> tuple[dict[str, Spec], dict[str, str]]:
     """The same of a model that was converted: its layers say."""
-    specs, why = {}, {}
+    specs: dict[str, Spec] = {}
+    why: dict[str, str] = {}
     for name, m in named_modules(model):
         if isinstance(m, CONVERTED) and not isinstance(m, module.PACKED):
-            spec = m.recipes["rl_sampler"].fprop.w
+            layer: Any = m  # all classes of CONVERTED have `recipes`, and not all declare them
+            spec = layer.recipes["rl_sampler"].fprop.w
             if spec is None:
                 why[name] = "the sampler of its policy does not quantize it"
             else:
@@ -160,7 +163,16 @@ def _owners(model: nn.Module, src: Source, plain: list[str]) -> dict[str, list[t
     return {name: owners[name] for name in plain if name in owners}
 
 
-def _one(made: Chosen, name: str, src: Source, owners, specs, why, modules: dict[str, nn.Module], by: str) -> None:
+def _one(
+    made: Chosen,
+    name: str,
+    src: Source,
+    owners: list[tuple[str, str]],
+    specs: dict[str, Spec],
+    why: dict[str, str],
+    modules: dict[str, nn.Module],
+    by: str,
+) -> None:
     """What becomes of one weight whose parameters are known."""
     if len(src.shape(name)) < 2:
         return

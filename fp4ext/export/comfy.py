@@ -10,10 +10,14 @@ quantization_config into the metadata too, packs it in the low one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 
-from .errors import Refused
-from .header import parse_json
+from torch import Tensor
+
+from .errors import Invalid
+from .header import Slot, parse_json
 
 MARKER = ".comfy_quant"
 MAX_MARKER = 4096  # bytes
@@ -27,40 +31,39 @@ class Nibbles(Enum):
     LOW, HIGH, UNSAID = "low", "high", "unsaid"
 
 
-def markers(folder) -> dict[str, Nibbles]:
-    """Module name → the order of its nibbles, for the modules that a Folder's markers or metadata name.
+def markers(
+    path: Path, metadata: dict[str, str], slots: dict[str, Slot], read: Callable[[str], Tensor]
+) -> dict[str, Nibbles]:
+    """Module name → the order of its nibbles, for the modules that a checkpoint's markers or metadata name.
 
     Raises:
         Refused: a marker that is no JSON object, or one of another format or with a rotation, which is named.
     """
     found: dict[str, Nibbles] = {}
-    said = folder.metadata.get("_quantization_metadata")
+    said = metadata.get("_quantization_metadata")
     if said is not None:
-        of_modelopt = "quantization_config" in folder.metadata
-        layers = parse_json(said.encode(), folder.path)
+        of_modelopt = "quantization_config" in metadata
+        layers = parse_json(said.encode(), path)
         layers = layers.get("layers") if isinstance(layers, dict) else None
         if not isinstance(layers, dict):
-            raise Refused(f"{folder.path}: _quantization_metadata has no layers; accepted: an object, name → format")
+            raise Invalid(f"{path}: _quantization_metadata has no layers; accepted: an object, name → format")
         for module, about in layers.items():
-            _check(f"{folder.path}: _quantization_metadata of {module!r}", about, OF_MODELOPT if of_modelopt else KNOWN)
+            _check(f"{path}: _quantization_metadata of {module!r}", about, OF_MODELOPT if of_modelopt else KNOWN)
             found[module] = Nibbles.LOW if of_modelopt else Nibbles.UNSAID
-    for name, slot in folder.slots.items():
+    for name, slot in slots.items():
         if name.endswith(MARKER):
             if slot.nbytes > MAX_MARKER or slot.dtype.itemsize != 1:
-                raise Refused(
-                    f"{folder.path}: {name!r} takes {slot.nbytes} bytes; accepted: at most {MAX_MARKER}, uint8"
-                )
-            _check(
-                f"{folder.path}: {name!r}", parse_json(bytes(folder.read(name).flatten().tolist()), folder.path), KNOWN
-            )
+                raise Invalid(f"{path}: {name!r} takes {slot.nbytes} bytes; accepted: at most {MAX_MARKER}, uint8")
+            _check(f"{path}: {name!r}", parse_json(bytes(read(name).flatten().tolist()), path), KNOWN)
             found[name.removesuffix(MARKER)] = Nibbles.HIGH
     return found
 
 
-def _check(what: str, about, known: tuple[str, ...]) -> None:
-    fmt = about.get("format") if isinstance(about, dict) else None
+def _check(what: str, about: object, known: tuple[str, ...]) -> None:
+    about = about if isinstance(about, dict) else {}
+    fmt = about.get("format")
     if fmt not in known:
-        raise Refused(f"{what} says format {fmt!r}; accepted: {', '.join(known)}")
+        raise Invalid(f"{what} says format {fmt!r}; accepted: {', '.join(known)}")
     rotated = next((key for key, value in about.items() if "rot" in key.lower() and value), None)
     if rotated is not None:
-        raise Refused(f"{what} says {rotated!r}: its weights want rotated inputs; accepted: weights without rotations")
+        raise Invalid(f"{what} says {rotated!r}: its weights want rotated inputs; accepted: weights without rotations")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
 
 METHODS = ("compressed-tensors", "modelopt", "mxfp4", "fp8", "fbgemm_fp8", "fp4ext")
@@ -34,17 +34,17 @@ def check_config(folder: Folder) -> None:
         rotation = next((key for key in ROTATIONS if said.get(key)), None)
         if rotation is not None:
             what = f"{where} has a {rotation}: its weights want inputs that are rotated while the model runs"
-            raise Refused(f"{folder.path}: {what}; accepted: a checkpoint without rotations")
+            raise Invalid(f"{folder.path}: {what}; accepted: a checkpoint without rotations")
         method = said.get("quant_method")
         if isinstance(method, str) and method not in METHODS:
-            raise Refused(f"{folder.path}: {where} says quant_method {method!r}; accepted: {', '.join(METHODS)}")
+            raise Invalid(f"{folder.path}: {where} says quant_method {method!r}; accepted: {', '.join(METHODS)}")
         if method == "compressed-tensors":
             groups = said.get("config_groups")
             named = [said, *(groups.values() if isinstance(groups, dict) else ())]
             formats = [group.get("format") for group in named if isinstance(group, dict)]
             odd = next((fmt for fmt in formats if isinstance(fmt, str) and fmt not in CT_FORMATS), None)
             if odd is not None:
-                raise Refused(f"{folder.path}: {where} says format {odd!r}; accepted: {', '.join(CT_FORMATS)}")
+                raise Invalid(f"{folder.path}: {where} says format {odd!r}; accepted: {', '.join(CT_FORMATS)}")
 
 
 def check_codes(folder: Folder) -> None:
@@ -59,7 +59,7 @@ def check_plain(folder: Folder, name: str) -> None:
     """Codes without a scale are no weight, and codes of an unknown kind neither: they must not pass for one."""
     slot = folder.slots.get(name)
     if slot is None:
-        raise Refused(f"{folder.path}: {name!r} is missing, a piece that belongs to it is there")
+        raise Invalid(f"{folder.path}: {name!r} is missing, a piece that belongs to it is there")
     module = name.removesuffix(".weight")
     near = (f"{name}_weight_scale", f"{name}_scale", f"{module}.scale", f"{module}.weight_scale", f"{module}.scales")
     scale = next((other for other in near if other != name and other in folder.slots), None)
@@ -70,14 +70,14 @@ def check_plain(folder: Folder, name: str) -> None:
             what += ", NVFP4 experts as modelopt exports those of gpt-oss"
         elif slot.dtype == torch.int8 and folder.slots[scale].dtype == torch.float8_e8m0fnu:
             what += ", FP4 as DeepSeek stores it"
-        raise Refused(f"{folder.path}: {name!r} has {what}: not a kind that is read; accepted: {READ}")
+        raise Invalid(f"{folder.path}: {name!r} has {what}: not a kind that is read; accepted: {READ}")
     packed = slot.dtype == torch.uint8 and len(slot.shape) > 1 and name.endswith("weight")
     scaled = {f"{name.removesuffix('scale')}weight", name.removesuffix("_scale"), name.removesuffix("_weight_scale")}
     if slot.dtype.itemsize == 1 and (slot.dtype.is_floating_point or packed):
         whose = next((other for other in sorted(scaled) if other != name and other in folder.slots), None)
         if whose is not None:
             return check_plain(folder, whose)
-        raise Refused(
+        raise Invalid(
             f"{folder.path}: {name!r} is {dtype}, and no scale of it is there; accepted: a weight with its scales"
         )
 

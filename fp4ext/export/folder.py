@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Container
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from . import comfy
-from .errors import Refused
+from .errors import Invalid
 from .header import Header, Slot, parse_json, read_header
 
 WEIGHTS = "model.safetensors"
@@ -63,7 +64,7 @@ class Folder:
                 self.beside.add(shard.name)
         for name in listed or ():
             if name not in self.slots:
-                raise Refused(f"{self.path / INDEX}: tensor {name!r} is in no file; accepted: an index that agrees")
+                raise Invalid(f"{self.path / INDEX}: tensor {name!r} is in no file; accepted: an index that agrees")
         self.config = read_object(self.root / "config.json")
         self.quant_config = read_object(self.root / "hf_quant_config.json")
 
@@ -71,15 +72,30 @@ class Folder:
     def root(self) -> Path:
         return self.path if self.path.is_dir() else self.path.parent
 
+    @property
+    def quantization(self) -> dict:
+        """quantization_config of config.json, {} where it has none."""
+        return _object(self.config.get("quantization_config"))
+
+    @property
+    def hf_quantization(self) -> dict:
+        """The entry `quantization` of hf_quant_config.json, {} where there is none."""
+        return _object(self.quant_config.get("quantization"))
+
+    @property
+    def is_of_modelopt(self) -> bool:
+        """Whether a config says that modelopt wrote the checkpoint."""
+        return bool(self.quant_config) or self.quantization.get("quant_method") == "modelopt"
+
     def read(self, name: str) -> Tensor:
         """One tensor. Raises Refused where the file has changed since it was opened."""
         slot = self.slots[name]
         try:
             tensor = self._opened(self._files[name]).get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise Refused(f"{self._files[name]}: tensor {name!r} cannot be read ({error})") from None
+            raise Invalid(f"{self._files[name]}: tensor {name!r} cannot be read ({error})") from None
         if tensor.dtype != slot.dtype or tuple(tensor.shape) != slot.shape:
-            raise Refused(f"{self._files[name]}: tensor {name!r} has changed while it was read")
+            raise Invalid(f"{self._files[name]}: tensor {name!r} has changed while it was read")
         return tensor
 
     def _opened(self, shard: Path) -> safe_open:
@@ -98,9 +114,9 @@ class Folder:
     @cached_property
     def comfy(self) -> dict[str, comfy.Nibbles]:
         """What ComfyUI's markers say of modules, see comfy.py."""
-        return comfy.markers(self)
+        return comfy.markers(self.path, self.metadata, self.slots, self.read)
 
-    def without(self, names) -> Folder:
+    def without(self, names: Container[str]) -> Folder:
         """The same folder as if it had no tensors of these names."""
         other = copy.copy(self)
         other.slots = {name: slot for name, slot in self.slots.items() if name not in names}
@@ -158,7 +174,7 @@ class Folder:
         if self.path.is_file():
             return [self.path], None
         if not self.path.is_dir():
-            raise Refused(
+            raise Invalid(
                 f"{self.path}: not there; accepted: a folder with {WEIGHTS} or {INDEX}, or a safetensors file"
             )
         index = self.path / INDEX
@@ -169,13 +185,13 @@ class Folder:
             if len(found) == 1:
                 return found, None
             what = f"{len(found)} safetensors files and no index" if found else "no safetensors file in it"
-            raise Refused(f"{self.path}: {what}; accepted: a folder with {WEIGHTS} or {INDEX}")
+            raise Invalid(f"{self.path}: {what}; accepted: a folder with {WEIGHTS} or {INDEX}")
         listed = read_object(index).get("weight_map")
         if not isinstance(listed, dict) or not listed or not all(isinstance(shard, str) for shard in listed.values()):
-            raise Refused(f"{index}: no weight_map of names; accepted: tensor name → file name")
+            raise Invalid(f"{index}: no weight_map of names; accepted: tensor name → file name")
         for name, shard in listed.items():
             if shard in ("", ".", "..") or any(c in shard for c in "/\\\0"):
-                raise Refused(f"{index}: tensor {name!r} lies in {shard!r}; accepted: a file name in the same folder")
+                raise Invalid(f"{index}: tensor {name!r} lies in {shard!r}; accepted: a file name in the same folder")
         return [self.path / shard for shard in sorted(set(listed.values()))], listed
 
     def _others(self) -> list[Path]:
@@ -191,18 +207,22 @@ class Folder:
     def _add(self, shard: Path, header: Header, listed: dict[str, str] | None) -> None:
         for name, slot in header.slots.items():
             if name in self.slots:
-                raise Refused(
+                raise Invalid(
                     f"{shard}: tensor {name!r} is also in {self._files[name].name}; accepted: one of each name"
                 )
             if listed is not None and listed.get(name) != shard.name:
                 what = f"the index has it in {listed[name]}" if name in listed else "the index does not list it"
-                raise Refused(
+                raise Invalid(
                     f"{shard}: tensor {name!r} is here, {what}; accepted: an index that agrees with its files"
                 )
             self.slots[name], self._files[name] = slot, shard
         for key, value in header.metadata.items():
             if self.metadata.setdefault(key, value) != value:
-                raise Refused(f"{shard}: metadata {key!r} differs between shards; accepted: one value")
+                raise Invalid(f"{shard}: metadata {key!r} differs between shards; accepted: one value")
+
+
+def _object(value: object) -> dict:
+    return value if isinstance(value, dict) else {}
 
 
 def read_object(path: Path) -> dict:
@@ -210,10 +230,10 @@ def read_object(path: Path) -> dict:
     if not path.is_file():
         return {}
     if path.stat().st_size > MAX_JSON:
-        raise Refused(f"{path}: {path.stat().st_size} bytes; accepted: at most {MAX_JSON}")
+        raise Invalid(f"{path}: {path.stat().st_size} bytes; accepted: at most {MAX_JSON}")
     value = parse_json(path.read_bytes(), path)
     if not isinstance(value, dict):
-        raise Refused(f"{path}: a {type(value).__name__}; accepted: a JSON object")
+        raise Invalid(f"{path}: a {type(value).__name__}; accepted: a JSON object")
     return value
 
 

@@ -6,19 +6,21 @@ opt. NAME.input_amax f32 [], the largest input that calibration saw
 
 from __future__ import annotations
 
+import torch
+
 from ..functional.qtensor import QTensor
-from ..policy import formats
-from .errors import Refused
+from ..policy.formats import FORMATS, Format
+from .errors import Invalid
 from .folder import Folder
 from .header import MAX_RANK
-from .layout import Layout, Pieces, number
+from .layout import Group, Layout, Pieces, Written, number
 from .stored import Stored, check_scales, check_values
 
 
-class Native(Layout):
+class Fp4ext(Layout):
     """See the module."""
 
-    name, formats, stacked = "fp4ext", tuple(formats.FORMATS.values()), True
+    name, formats, stacked = "fp4ext", tuple(FORMATS.values()), True
     says_kv_cache = True
     roles = {".codes": "codes", ".scales": "scales", ".global_scale": "global_scale", ".input_amax": "input_amax"}
 
@@ -28,56 +30,51 @@ class Native(Layout):
             for name in folder.metadata
         )
 
-    def base(self, prefix: str) -> str:
-        return prefix
-
-    def groups(self, folder):
+    def groups(self, folder: Folder) -> dict[str, Group]:
         groups = super().groups(folder)
         for key in folder.metadata:
             name, _, what = key.rpartition(".")
             if name and what == "format" and name not in groups:
-                raise Refused(f"{folder.path}: {name!r} has no codes; found only what the metadata says of it")
+                raise Invalid(f"{folder.path}: {name!r} has no codes; found only what the metadata says of it")
         return groups
 
-    def format(self, name, group, folder):
-        if group.keys() == {"plain"}:
-            return None
+    def packed_format(self, name: str, group: Group, folder: Folder) -> Format:
         said = folder.metadata.get(f"{name}.format")
-        if said not in formats.FORMATS:
-            raise Refused(f"{folder.path}: {name!r} has format {said!r}; accepted: {', '.join(formats.FORMATS)}")
-        return formats.FORMATS[said]
+        if said is None or said not in FORMATS:
+            raise Invalid(f"{folder.path}: {name!r} has format {said!r}; accepted: {', '.join(FORMATS)}")
+        return FORMATS[said]
 
-    def shape(self, name, group, folder, fmt):
+    def shape(self, name: str, group: Group, folder: Folder, fmt: Format) -> tuple[int, ...]:
         said = folder.metadata.get(f"{name}.shape", "").split(",")
         if len(said) > MAX_RANK or not all(n.isascii() and n.isdecimal() and len(n) < 16 for n in said):
-            raise Refused(f"{folder.path}: {name!r} has no shape; accepted: lengths such as '64,128'")
+            raise Invalid(f"{folder.path}: {name!r} has no shape; accepted: lengths such as '64,128'")
         return tuple(map(int, said))
 
-    def read(self, name, group, folder, dtype):
-        fmt = self.format(name, group, folder)
+    def read(self, name: str, group: Group, folder: Folder, dtype: torch.dtype) -> Stored:
+        fmt = self.packed_format(name, group, folder)
         self.shape(name, group, folder, fmt)
         amax = number(folder, group["input_amax"]) if "input_amax" in group else None
         tensors = {f"{name}.{role}": folder.read(tensor) for role, tensor in group.items() if role != "input_amax"}
         try:
             q = QTensor.from_safetensors(name, tensors, folder.metadata)
         except (ValueError, KeyError) as error:
-            raise Refused(f"{folder.path}: {error.args[0]}") from None
+            raise Invalid(f"{folder.path}: {error.args[0]}") from None
         check_scales(f"{folder.path}: {name!r}", fmt, q.scales)
         g = q.global_scale
         if g is not None and not bool((g.isfinite() & (g >= 0)).all()):
-            raise Refused(f"{folder.path}: {name!r}: global_scale is not finite or negative; accepted: a multiplier")
+            raise Invalid(f"{folder.path}: {name!r}: global_scale is not finite or negative; accepted: a multiplier")
         check_values(f"{folder.path}: {name!r}", q)
         return Stored.of(q, amax)
 
-    def write(self, name, weight):
+    def write(self, name: str, weight: Stored) -> Pieces:
         tensors, metadata = weight.q.to_safetensors(name)
         if weight.input_amax is not None:
             tensors[f"{name}.input_amax"] = weight.input_amax.reshape(())
         exact = weight.outer is None or weight.outer.as_multiplier()[1]
         return Pieces(tensors, metadata, None if exact else "global_scale is rounded to fp32 (relative 2^-24)")
 
-    def describe(self, config, written):
-        about = {"quant_method": "fp4ext"}
+    def describe(self, config: dict, written: Written) -> dict[str, dict]:
+        about: dict[str, object] = {"quant_method": "fp4ext"}
         if written.kv_cache is not None:
             about |= {"kv_cache_scheme": written.kv_cache.scheme, "kv_cache_quant_algo": written.kv_cache.algo}
         return {"config.json": config | {"quantization_config": about}}

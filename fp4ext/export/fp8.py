@@ -12,12 +12,13 @@ conversion, and a loaded layer dequantizes them (fp8_linear.py). They stand besi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
 
 ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -70,7 +71,7 @@ class Fp8:
     @property
     def kind(self) -> str:
         """A name for people: "fp8_e4m3/block128x128"."""
-        size = f"{self.block[0]}x{self.block[1]}" if self.strategy == "block" else ""
+        size = f"{self.block[0]}x{self.block[1]}" if self.block is not None and self.strategy == "block" else ""
         return f"fp8_{ELEMENTS[self.codes.dtype]}/{self.strategy}{size}"
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -105,7 +106,7 @@ def find(folder: Folder) -> dict[str, Pieces]:
             continue
         for odd in _near(name, "zero_point", "pre_quant_scale"):
             if odd in folder.slots:
-                raise Refused(f"{folder.path}: {odd!r} has no meaning beside FP8 codes; accepted: symmetric FP8")
+                raise Invalid(f"{folder.path}: {odd!r} has no meaning beside FP8 codes; accepted: symmetric FP8")
         found[name] = {"codes": name, "scale": scale}
         inputs = next((s for s in _near(name, "input_scale", "activation_scale") if s in folder.slots), None)
         if inputs is not None:
@@ -134,40 +135,36 @@ def block_of(folder: Folder, name: str, pieces: Pieces) -> tuple[int, int] | Non
     *stack, n, k = folder.slots[name].shape
     given = folder.slots[pieces["scale"]].shape
     shape = tuple(d for d in given if d != 1) if len(given) > len(stack) + 2 else given
-    total = 1
-    for d in given:
-        total *= d
+    total = math.prod(given)
     if total == 1 and len(given) >= 2 and max(n, k) > 1:  # a matrix of one block, in a checkpoint of blocks
         named = pieces["scale"].endswith("_inv") or len(given) == 4
-        for rows, columns in (*_declared(folder.config), *([BLOCK] if named else [])):
+        for rows, columns in (*_declared(folder.quantization), *([BLOCK] if named else [])):
             if n <= rows and k <= columns and not stack:
                 return rows, columns
     if total == 1 or (stack and given in ((stack[0],), (stack[0], 1, 1))):
         return None
     if shape in ((*stack, n), (*stack, n, 1)):
         return 1, k
-    for rows, columns in (*_declared(folder.config), BLOCK, (1, BLOCK[1])):
+    for rows, columns in (*_declared(folder.quantization), BLOCK, (1, BLOCK[1])):
         if shape == (*stack, -(-n // rows), -(-k // columns)) or (
             len(given) > len(stack) + 2 and total == -(-n // rows) * -(-k // columns) * (stack[0] if stack else 1)
         ):
             return rows, columns
-    raise Refused(
+    raise Invalid(
         f"{folder.path}: {pieces['scale']!r} is {given} beside FP8 codes {(*stack, n, k)}; accepted: one scale, one a "
         f"row, or one a block of 128×128 or of the config's weight_block_size"
     )
 
 
-def _declared(config: dict) -> list[tuple[int, int]]:
-    """The block sizes that a config names."""
-    about = config.get("quantization_config")
-    about = about if isinstance(about, dict) else {}
+def _declared(about: dict) -> list[tuple[int, int]]:
+    """The block sizes that a quantization_config names."""
     groups = about.get("config_groups")
     found = [about.get("weight_block_size")]
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         found.append(weights.get("block_structure") if isinstance(weights, dict) else None)
     return [
-        tuple(size)
+        (size[0], size[1])
         for size in found
         if isinstance(size, list) and len(size) == 2 and all(type(d) is int and 0 < d < 2**31 for d in size)
     ]
@@ -184,14 +181,14 @@ def read(folder: Folder, name: str, pieces: Pieces, dtype: torch.dtype) -> Fp8:
     inputs = folder.read(pieces["input_scale"]) if "input_scale" in pieces else None
     for tensor, values in ((pieces["scale"], scale), (pieces.get("input_scale"), inputs)):
         if values is not None and not bool((values.float().isfinite() & (values.float() >= 0)).all()):
-            raise Refused(
+            raise Invalid(
                 f"{folder.path}: {tensor!r} holds a scale that is negative or not finite; accepted: numbers ≥ 0"
             )
     weight = Fp8(codes, scale, block, dtype, inputs, {role: t for role, t in pieces.items() if role != "marker"})
     if not bool(codes.float().isfinite().all()):
-        raise Refused(f"{folder.path}: {name!r}: an element is NaN or infinite; accepted: finite values")
+        raise Invalid(f"{folder.path}: {name!r}: an element is NaN or infinite; accepted: finite values")
     if not bool(weight.dequantize(dtype).isfinite().all()):
-        raise Refused(
+        raise Invalid(
             f"{folder.path}: {name!r}: an element times its scale overflows {dtype}; accepted: finite weights"
         )
     return weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..errors import Refused
 from ..nn.layer_ops import by_autocast
 from .fp8 import Fp8
 
@@ -21,31 +22,36 @@ class Fp8Linear(nn.Module):
     Input [.., K] in fp32, bf16 or fp16; output [.., N] in the same dtype, or autocast's.
 
     Raises:
-        TypeError: a weight that is no Fp8. ValueError: one that is no matrix.
+        TypeError: the weight is not an Fp8.
+        Refused: the weight is not a matrix.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(self, weight: Fp8, bias: Tensor | None = None):
         super().__init__()
         if not isinstance(weight, Fp8):
             raise TypeError(f"weight is {type(weight).__name__}; accepted: an Fp8")
         if len(weight.shape) != 2:
-            raise ValueError(f"weight has shape {tuple(weight.shape)}; accepted: [N, K]")
+            raise Refused(f"weight has shape {tuple(weight.shape)}; accepted: [N, K]")
         self.out_features, self.in_features = weight.shape
         self.block, self.weight_dtype, self.names = weight.block, weight.dtype, dict(weight.names)
-        self._kinds = {}
+        self._kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for part in ("codes", "scale", "input_scale"):
             t = getattr(weight, part)
-            self._kinds[part] = None if t is None else (t.dtype, tuple(t.shape))
+            if t is not None:
+                self._kinds[part] = t.dtype, tuple(t.shape)
             self.register_buffer(part, None if t is None else t.contiguous().reshape(-1).view(torch.uint8))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @property
     def weight(self) -> Fp8:
         """The weight, over the buffers' memory."""
-        parts = {}
-        for part, kind in self._kinds.items():
-            parts[part] = None if kind is None else getattr(self, part).view(kind[0]).view(kind[1])
-        return Fp8(**parts, block=self.block, dtype=self.weight_dtype, names=self.names)
+        parts: dict[str, Tensor] = {
+            part: getattr(self, part).view(dtype).view(shape) for part, (dtype, shape) in self._kinds.items()
+        }
+        inputs = parts.get("input_scale")
+        return Fp8(parts["codes"], parts["scale"], self.block, self.weight_dtype, inputs, self.names)
 
     def forward(self, x: Tensor) -> Tensor:
         x = by_autocast(x)

@@ -15,11 +15,12 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
 from .. import files
-from .errors import Refused
+from .errors import Invalid
 
 MAX_HEADER = 100_000_000  # bytes; the library's own limit
 MAX_RANK = 8
@@ -75,35 +76,35 @@ def read_header(path: Path) -> Header:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not hold us
     except OSError as error:
-        raise Refused(f"{path}: cannot be read ({error.strerror}); accepted: a safetensors file") from None
+        raise Invalid(f"{path}: cannot be read ({error.strerror}); accepted: a safetensors file") from None
     with open(fd, "rb") as file:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
-            raise Refused(f"{path}: not a regular file; accepted: a safetensors file")
+            raise Invalid(f"{path}: not a regular file; accepted: a safetensors file")
         first = file.read(8)
         if first == b"version ":
             what = "a Git LFS pointer, not the file that it stands for"
-            raise Refused(f"{path}: {what}; accepted: a safetensors file (`git lfs pull` fetches it)")
+            raise Invalid(f"{path}: {what}; accepted: a safetensors file (`git lfs pull` fetches it)")
         length = int.from_bytes(first, "little")
         if facts.st_size < 8 or length > min(MAX_HEADER, facts.st_size - 8):
             what = f"its header claims {length} bytes" if facts.st_size >= 8 else "it is too short for a header"
-            raise Refused(f"{path}: {what}, the file has {facts.st_size}; accepted: a whole safetensors file")
+            raise Invalid(f"{path}: {what}, the file has {facts.st_size}; accepted: a whole safetensors file")
         entries = parse_json(file.read(length), path)
     if not isinstance(entries, dict):
-        raise Refused(f"{path}: its header is a {type(entries).__name__}; accepted: an object, name → tensor")
+        raise Invalid(f"{path}: its header is a {type(entries).__name__}; accepted: an object, name → tensor")
     metadata = entries.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Refused(f"{path}: __metadata__ is not all text; accepted: an object of strings")
+        raise Invalid(f"{path}: __metadata__ is not all text; accepted: an object of strings")
     for text in (*entries, *metadata, *metadata.values()):
         if not _is_unicode(text):
-            raise Refused(f"{path}: {_short(text)} holds half a surrogate pair; accepted: valid Unicode")
+            raise Invalid(f"{path}: {_short(text)} holds half a surrogate pair; accepted: valid Unicode")
     slots = {name: _slot(path, name, entry) for name, entry in entries.items()}
     _check_cover(path, slots, facts.st_size - 8 - length)
     return Header(slots, metadata)
 
 
-def parse_json(data: bytes, path: Path):
+def parse_json(data: bytes, path: Path) -> Any:
     """files.parse_json of what a stranger's file holds.
 
     Raises:
@@ -112,12 +113,12 @@ def parse_json(data: bytes, path: Path):
     try:
         return files.parse_json(data)
     except ValueError as error:
-        raise Refused(f"{path}: not valid JSON ({error}); accepted: a JSON object") from None
+        raise Invalid(f"{path}: not valid JSON ({error}); accepted: a JSON object") from None
 
 
-def _slot(path: Path, name: str, entry) -> Slot:
-    def refuse(what: str, accepted: str):
-        raise Refused(f"{path}: tensor {_short(name)}: {what}; accepted: {accepted}")
+def _slot(path: Path, name: str, entry: Any) -> Slot:
+    def refuse(what: str, accepted: str) -> NoReturn:
+        raise Invalid(f"{path}: tensor {_short(name)}: {what}; accepted: {accepted}")
 
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         refuse("its entry is not {dtype, shape, data_offsets}", "these three")
@@ -143,15 +144,15 @@ def _check_cover(path: Path, slots: dict[str, Slot], size: int) -> None:
     for name, slot in sorted(slots.items(), key=lambda item: (item[1].begin, item[1].end)):
         if slot.begin != at:
             what = f"begins at byte {slot.begin}, where {at} follows the tensor before it"
-            raise Refused(f"{path}: tensor {_short(name)} {what}; accepted: data without holes or overlaps")
+            raise Invalid(f"{path}: tensor {_short(name)} {what}; accepted: data without holes or overlaps")
         at = slot.end
         if at > size:
-            raise Refused(f"{path}: tensor {_short(name)} ends at byte {at} of {size}; accepted: a file not cut short")
+            raise Invalid(f"{path}: tensor {_short(name)} ends at byte {at} of {size}; accepted: a file not cut short")
     if at != size:
-        raise Refused(f"{path}: {size - at} bytes after the last tensor; accepted: data without holes")
+        raise Invalid(f"{path}: {size - at} bytes after the last tensor; accepted: data without holes")
 
 
-def _count(n) -> bool:
+def _count(n: object) -> bool:
     return type(n) is int and 0 <= n < 2**53
 
 
@@ -163,6 +164,6 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _short(value, most: int = 120) -> str:
+def _short(value: object, most: int = 120) -> str:
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}…"

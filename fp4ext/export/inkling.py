@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from ..policy.formats import NVFP4
-from .errors import Refused
+from ..policy.formats import NVFP4, Format
+from .errors import Invalid
 from .folder import Folder
-from .layout import Layout, Pieces, need, number
-from .stored import Outer, stored
+from .layout import Group, Layout, Pieces, need, number
+from .stored import Outer, Stored, stored
 
 WEIGHTS = ("w13_weight", "w2_weight")
 
@@ -26,25 +26,20 @@ class Inkling(Layout):
     def claims(self, folder: Folder) -> bool:
         return any(name.endswith(tuple(f"{weight}.scale" for weight in WEIGHTS)) for name in folder.slots)
 
-    def base(self, prefix: str) -> str:
-        return prefix
-
-    def split(self, tensor):
+    def split(self, tensor: str) -> tuple[str, str]:
         head, _, tail = tensor.rpartition(".")
         if tail in self.roles and head.endswith(WEIGHTS):
             return head, self.roles[tail]
         return tensor, "plain"
 
-    def format(self, name, group, folder):
-        if group.keys() == {"plain"}:
-            return None
-        extra = {role: (torch.bfloat16, torch.float32) for role in ("input_amax",) if role in group}
-        extra |= {role: (torch.int64,) for role in ("shape",) if role in group}
+    def packed_format(self, name: str, group: Group, folder: Folder) -> Format:
+        optional = {"input_amax": (torch.bfloat16, torch.float32), "shape": (torch.int64,)}
+        extra: dict[str, tuple[torch.dtype, ...]] = {role: kinds for role, kinds in optional.items() if role in group}
         need(name, group, folder, plain=(torch.uint8,), scale=(torch.float8_e4m3fn,), scale2=(torch.float32,), **extra)
         return NVFP4
 
-    def read(self, name, group, folder, dtype):
-        self.format(name, group, folder)
+    def read(self, name: str, group: Group, folder: Folder, dtype: torch.dtype) -> Stored:
+        self.packed_format(name, group, folder)
         codes, scales = folder.read(group["plain"]), folder.read(group["scale"])
         outer = Outer(folder.read(group["scale2"]))
         amax = number(folder, group["input_amax"]) if "input_amax" in group else None
@@ -52,11 +47,11 @@ class Inkling(Layout):
         said = folder.read(group["shape"]).tolist() if "shape" in group else list(weight.q.shape)
         if said != list(weight.q.shape):
             what = f"{group['shape']!r} says {said}"
-            raise Refused(f"{folder.path}: {what}; accepted: {list(weight.q.shape)}, as the codes")
+            raise Invalid(f"{folder.path}: {what}; accepted: {list(weight.q.shape)}, as the codes")
         return weight
 
-    def write(self, name, weight):
-        m, exact = weight.outer.as_multiplier()
+    def write(self, name: str, weight: Stored) -> Pieces:
+        m, exact = weight.nvfp4_outer.as_multiplier()
         lost = None if exact else "scale2 is rounded to fp32 (relative 2^-24)"
         tensors = {
             name: weight.q.codes,

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import torch
 
-from ..policy.formats import MXFP8, NVFP4
+from ..policy.formats import MXFP8, NVFP4, Format
 from .folder import Folder
-from .layout import Layout, Pieces, need
+from .layout import Group, Layout, Pieces, Written, need
 from .stored import Outer, Stored, stored
 
 U8, E4M3, E8M0, F32 = torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
@@ -32,31 +32,26 @@ class Inkling2(Layout):
     def claims(self, folder: Folder) -> bool:
         return any(name.endswith(tuple(f"{weight}_scale" for weight in WEIGHTS)) for name in folder.slots)
 
-    def base(self, prefix: str) -> str:
-        return prefix
-
-    def split(self, tensor):
+    def split(self, tensor: str) -> tuple[str, str]:
         for suffix, role in SUFFIXES.items():
             if tensor.endswith(tuple(f"{weight}{suffix}" for weight in WEIGHTS)):
                 return tensor.removesuffix(suffix), role
         return tensor, "plain"
 
-    def format(self, name, group, folder):
-        if group.keys() == {"plain"}:
-            return None
+    def packed_format(self, name: str, group: Group, folder: Folder) -> Format:
         if group.keys() == {"plain", "scale"} and folder.slots[group["plain"]].dtype != U8:
             need(name, group, folder, plain=(E4M3,), scale=(U8, E8M0))
             return MXFP8
         need(name, group, folder, plain=(U8,), scale=(E4M3,), amax=(F32,), denominator=(F32,))
         return NVFP4
 
-    def read(self, name, group, folder, dtype):
-        fmt = self.format(name, group, folder)
+    def read(self, name: str, group: Group, folder: Folder, dtype: torch.dtype) -> Stored:
+        fmt = self.packed_format(name, group, folder)
         codes, scales = folder.read(group["plain"]), folder.read(group["scale"])
         outer = Outer(folder.read(group["amax"]), folder.read(group["denominator"])) if fmt is NVFP4 else None
         return stored(f"{folder.path}: {name!r}", fmt, codes, scales, outer, dtype)
 
-    def describe(self, config, written):
+    def describe(self, config: dict, written: Written) -> dict[str, dict]:
         if set(written.formats.values()) != {"mxfp8"} or "loop" in str(config.get("model_type")):
             return super().describe(config, written)  # NVFP4 is known by its tensors
         about = {
@@ -68,25 +63,24 @@ class Inkling2(Layout):
         }
         return {"config.json": config | {"quantization_config": about}}
 
-    def write(self, name, weight):
+    def write(self, name: str, weight: Stored) -> Pieces:
         q = weight.q
         if q.format is MXFP8:
             return Pieces({name: q.codes, f"{name}_scale": q.scales.view(U8)}, lost=_inputs_lost(weight))
-        amax, denominator, off = weight.outer.as_amax()
-        off = (
-            f"the outer scale is off by {off:.0e} for the release's loader, which takes amax through BF16"
-            if off
-            else ""
-        )
-        lost = [off] if off else []
-        lost += [] if weight.input_amax is None else [_inputs_lost(weight)]
+        amax, denominator, off = weight.nvfp4_outer.as_amax()
+        lost = [_inputs_lost(weight)]
+        if off:
+            lost = [
+                f"the outer scale is off by {off:.0e} for the release's loader, which takes amax through BF16",
+                *lost,
+            ]
         tensors = {
             name: q.codes,
             f"{name}_scale": q.scales,
             f"{name}_amax": amax,
             f"{name}_outer_scale_denominator": denominator,
         }
-        return Pieces(tensors, lost="; ".join(lost) or None)
+        return Pieces(tensors, lost="; ".join(filter(None, lost)) or None)
 
 
 def _inputs_lost(weight: Stored) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..policy import formats
 from . import naming
 from .checkpoint import Checkpoint
-from .errors import Refused, shown
+from .errors import Invalid, shown
 from .fp8 import Fp8
 from .progress import Bar
 from .stored import Stored
@@ -25,7 +25,7 @@ INPUTS = {"input_scale", "input_amax"}
 
 
 @dataclass
-class Row:
+class WeightRow:
     """A quantized weight, or several whose names differ in numbers alone.
 
     Attributes:
@@ -65,7 +65,7 @@ class Inspection:
     layout: str
     shards: int
     bytes: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[WeightRow] = field(default_factory=list)
     plain: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
@@ -82,7 +82,9 @@ class Inspection:
         if self.rows:
             elements = sum(row.elements for row in self.rows)
             lines[0] += f"; {packed} quantized weights of {elements:,} elements at {self.bits:.2f} bits"
-            table = [("weights", "format", "shape", "n", "bits", "outer scale", "block scales", "zero", "at max")]
+            table: list[tuple[str, ...]] = [
+                ("weights", "format", "shape", "n", "bits", "outer scale", "block scales", "zero", "at max")
+            ]
             for row in self.rows:
                 outer = "–" if row.outer is None else _range(row.outer)
                 scale = "–" if row.scale is None else _range(row.scale)
@@ -107,7 +109,7 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
     folder = checkpoint.folder
     size = sum(slot.nbytes for slot in folder.slots.values())
     found = Inspection(Path(path), checkpoint.layout.name, len(folder.shards), size)
-    rows: dict[tuple, Row] = {}
+    rows: dict[tuple, WeightRow] = {}
     names: dict[tuple, str] = {}
     with Bar(size, progress) as bar:
         for name in sorted(checkpoint, key=naming.natural):
@@ -117,11 +119,11 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
                 continue
             pattern = _pattern(name)
             kind = pattern, "fp8" if fmt is None else fmt.name, checkpoint.shape(name)
-            row = rows.setdefault(kind, Row(*kind))
+            row = rows.setdefault(kind, WeightRow(*kind))
             names[kind] = name
             try:
                 _add(row, checkpoint, name)
-            except Refused as error:
+            except Invalid as error:
                 found.faults.append(str(error).removeprefix(f"{folder.path}: "))
             bar.advance(checkpoint.nbytes(name), name)
     found.rows = list(rows.values())
@@ -132,7 +134,7 @@ def inspect(path: str | Path, progress: bool | None = None) -> Inspection:
     return found
 
 
-def _add(row: Row, checkpoint: Checkpoint, name: str) -> None:
+def _add(row: WeightRow, checkpoint: Checkpoint, name: str) -> None:
     weight = checkpoint.weight(name)
     if isinstance(weight, Fp8):
         row.format = weight.kind
@@ -140,6 +142,7 @@ def _add(row: Row, checkpoint: Checkpoint, name: str) -> None:
         row.weights, row.elements = row.weights + 1, row.elements + weight.shape.numel()
         row.bytes, row.scale = row.bytes + checkpoint.nbytes(name), _widen(row.scale, weight.scale.float())
         return
+    assert isinstance(weight, Stored)
     scales = weight.q.scales.float()
     zero = _zero_blocks(weight)
     used = scales[~zero] if bool((~zero).any()) else scales[:0]
@@ -190,11 +193,8 @@ def _note_plain(found: Inspection, checkpoint: Checkpoint, name: str) -> None:
 
 def _config_faults(checkpoint: Checkpoint) -> list[str]:
     """Where the config says otherwise than the tensors. A reader may believe either."""
-    about = checkpoint.config.get("quantization_config")
-    about = about if isinstance(about, dict) else {}
-    lists = [about.get("ignore"), about.get("modules_to_not_convert")]
-    quantization = checkpoint.folder.quant_config.get("quantization")
-    lists.append(quantization.get("exclude_modules") if isinstance(quantization, dict) else None)
+    about, also = checkpoint.folder.quantization, checkpoint.folder.hf_quantization
+    lists = [about.get("ignore"), about.get("modules_to_not_convert"), also.get("exclude_modules")]
     excluded = [p for found in lists if isinstance(found, list) for p in found if isinstance(p, str)]
     faults = []
     listed_by = _matcher(excluded)

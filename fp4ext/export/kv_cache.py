@@ -25,17 +25,14 @@ class KvCache:
 
 def of(folder: Folder) -> KvCache | None:
     """What a folder's configs say of the KV cache, None where they say nothing."""
-    about = folder.config.get("quantization_config")
-    about = about if isinstance(about, dict) else {}
-    also = folder.quant_config.get("quantization")
-    also = also if isinstance(also, dict) else {}
+    about, also = folder.quantization, folder.hf_quantization
     scheme = next((s for s in (about.get("kv_cache_scheme"), also.get("kv_cache_scheme")) if isinstance(s, dict)), None)
     names = (also.get("kv_cache_quant_algo"), about.get("kv_cache_quant_algo"))
     algo = next((a for a in names if isinstance(a, str) and a.lower() != "none"), None)
     if algo is None and scheme is None:
         return None
-    if algo is None and scheme.get("type") == "float":
-        algo = {8: "FP8", 4: "NVFP4"}.get(scheme.get("num_bits"))
     if scheme is None:
-        scheme = {"FP8": FP8, "NVFP4": NVFP4}.get(algo.upper())
+        scheme = {"FP8": FP8, "NVFP4": NVFP4}.get(str(algo).upper())
+    elif algo is None and scheme.get("type") == "float":
+        algo = next((word for word, bits in (("FP8", 8), ("NVFP4", 4)) if scheme.get("num_bits") == bits), None)
     return KvCache(algo, scheme)

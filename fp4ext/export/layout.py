@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..policy.formats import Format
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
 from .fp8 import Fp8
 from .kv_cache import KvCache
@@ -59,6 +59,7 @@ class Layout(ABC):
         experts_only: whether nothing else is quantized.
         transposed: whether the plain parameter of a stack is [E, K, N].
         says_kv_cache: whether its config says how the KV cache is quantized.
+        of_modules: whether it names the weights of modules only, which end with ".weight".
         roles: suffix → role of the companions of a weight.
     """
 
@@ -68,22 +69,27 @@ class Layout(ABC):
     experts_only = False
     transposed = False
     says_kv_cache = False
+    of_modules = False
     roles: dict[str, str]
 
     @abstractmethod
     def claims(self, folder: Folder) -> bool:
         """Whether the folder's tensors are in this layout."""
 
-    @abstractmethod
     def base(self, prefix: str) -> str:
         """The weight's name, from a companion's name without its suffix."""
+        return f"{prefix}.weight" if self.of_modules else prefix
+
+    def format(self, name: str, group: Group, folder: Folder) -> Format | None:
+        """The format of a group by its headers, None for a plain tensor. Raises Refused, see packed_format."""
+        return None if group.keys() == {"plain"} else self.packed_format(name, group, folder)
 
     @abstractmethod
-    def format(self, name: str, group: Group, folder: Folder) -> Format | None:
-        """The format of a group by its headers, None for a plain tensor.
+    def packed_format(self, name: str, group: Group, folder: Folder) -> Format:
+        """The format of a quantized weight by its headers.
 
         Raises:
-            Refused: a companion is missing, or one is there that the others do not explain.
+            Refused: a companion is missing, or one is present that the others do not explain.
         """
 
     def shape(self, name: str, group: Group, folder: Folder, fmt: Format) -> tuple[int, ...]:
@@ -109,6 +115,8 @@ class Layout(ABC):
 
     def why_not(self, name: str, weight_format: Format) -> str | None:
         """Why a weight cannot be written here, None where it can."""
+        if self.of_modules and not name.endswith(".weight"):
+            return f"{self.name} holds modules' weights, whose names end with .weight"
         if weight_format not in self.formats:
             return f"{self.name} holds {', '.join(map(str, self.formats))}, not {weight_format}"
         return None
@@ -124,7 +132,7 @@ class Layout(ABC):
             prefix, role = self.split(tensor)
             group = groups.setdefault(self.base(prefix) if role != "plain" else tensor, {})
             if role in group:
-                raise Refused(f"{folder.path}: {tensor!r} and {group[role]!r} are the same piece of one weight")
+                raise Invalid(f"{folder.path}: {tensor!r} and {group[role]!r} are the same piece of one weight")
             group[role] = tensor
         return groups
 
@@ -144,17 +152,14 @@ class Plain(Layout):
     def claims(self, folder: Folder) -> bool:
         return False
 
-    def base(self, prefix: str) -> str:
-        return prefix
+    def packed_format(self, name: str, group: Group, folder: Folder) -> Format:
+        raise Invalid(f"{folder.path}: {name!r} is not quantized")
 
-    def format(self, name, group, folder):
-        return None
+    def read(self, name: str, group: Group, folder: Folder, dtype: torch.dtype) -> Stored:
+        raise Invalid(f"{folder.path}: {name!r} is not quantized")
 
-    def read(self, name, group, folder, dtype):
-        raise Refused(f"{folder.path}: {name!r} is not quantized")
-
-    def write(self, name, weight):
-        raise Refused(f"{name!r}: a plain checkpoint holds no quantized weight")
+    def write(self, name: str, weight: Stored) -> Pieces:
+        raise Invalid(f"{name!r}: a plain checkpoint holds no quantized weight")
 
 
 def need(name: str, group: Group, folder: Folder, **roles: tuple[torch.dtype, ...]) -> None:
@@ -162,21 +167,21 @@ def need(name: str, group: Group, folder: Folder, **roles: tuple[torch.dtype, ..
     for role, dtypes in roles.items():
         if role not in group:
             what = f"{name!r} is not there" if role == "plain" else f"{name!r} has no {role.replace('_', ' ')}"
-            raise Refused(f"{folder.path}: {what}; found {', '.join(group.values())}")
+            raise Invalid(f"{folder.path}: {what}; found {', '.join(group.values())}")
         dtype = folder.slots[group[role]].dtype
         if dtype not in dtypes:
             accepted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-            raise Refused(
+            raise Invalid(
                 f"{folder.path}: {group[role]!r} is {str(dtype).removeprefix('torch.')}; accepted: {accepted}"
             )
     extra = next((group[role] for role in group if role not in roles), None)
     if extra is not None:
-        raise Refused(f"{folder.path}: {extra!r} has no meaning beside {', '.join(group[r] for r in roles)}")
+        raise Invalid(f"{folder.path}: {extra!r} has no meaning beside {', '.join(group[r] for r in roles)}")
 
 
 def number(folder: Folder, tensor: str) -> Tensor:
     """A tensor of one positive number, as fp32 []. Raises Refused for anything else."""
     value = folder.read(tensor).float()
     if value.numel() != 1 or not bool(value.isfinite().all() & (value > 0).all()):
-        raise Refused(f"{folder.path}: {tensor!r} is no positive number; accepted: one")
+        raise Invalid(f"{folder.path}: {tensor!r} is no positive number; accepted: one")
     return value.reshape(())

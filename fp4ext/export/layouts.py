@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .compressed_tensors import CompressedTensors
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
-from .fp4ext import Native
+from .fp4ext import Fp4ext
 from .gpt_oss import GptOss
 from .inkling import Inkling
 from .inkling2 import Inkling2
@@ -13,7 +13,7 @@ from .layout import Layout, Plain
 from .modelopt import ModelOpt
 
 LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (CompressedTensors(), ModelOpt(), GptOss(), Inkling(), Inkling2(), Native())
+    layout.name: layout for layout in (CompressedTensors(), ModelOpt(), GptOss(), Inkling(), Inkling2(), Fp4ext())
 }
 
 
@@ -22,7 +22,7 @@ def get(name: str | Layout) -> Layout:
     if isinstance(name, Layout):
         return name
     if not isinstance(name, str) or name not in LAYOUTS:
-        raise Refused(f"unknown layout {name!r}; accepted: {', '.join(LAYOUTS)}")
+        raise Invalid(f"unknown layout {name!r}; accepted: {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
 
 
@@ -35,5 +35,5 @@ def detect(folder: Folder) -> Layout:
     claims = [layout for layout in LAYOUTS.values() if layout.claims(folder)]
     if len(claims) > 1:
         names = " and ".join(layout.name for layout in claims)
-        raise Refused(f"{folder.path}: tensors of {names}; accepted: one layout a checkpoint")
+        raise Invalid(f"{folder.path}: tensors of {names}; accepted: one layout a checkpoint")
     return claims[0] if claims else Plain()

@@ -16,8 +16,8 @@ from ..nn.transformers_experts import is_stacked, names_of_stacks, why_not
 from ..policy import policies
 from ..policy.policy import Policy
 from . import arrange, naming, origin, recorded
-from .checkpoint import Checkpoint
-from .errors import Refused, shown
+from .checkpoint import AnyWeight, Checkpoint
+from .errors import Invalid, shown
 from .fp8 import Fp8
 from .fp8_linear import Fp8Linear
 from .origin import Part
@@ -50,14 +50,14 @@ def load(
         KV cache, and weights beside those of the index, for which the model has no place.
 
     Raises:
-        Refused: a checkpoint that cannot be believed, or one that does not fit the model, which is then as it was.
-        ValueError: an unknown policy, likewise.
+        Refused: a damaged checkpoint, one that does not fit the model, or an unknown policy. The model is then as it
+            was.
     """
     checkpoint = Checkpoint(path)
     if model is None:
         return checkpoint
     if not isinstance(model, nn.Module):
-        raise Refused(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
+        raise Invalid(f"model is {type(model).__name__}; accepted: a torch.nn.Module")
     policy = policies.get(policy or recorded.policy(checkpoint.folder.root) or "end_to_end")
     model_inside = unwrapped(model)
     # Stacks of the layout fp4ext have all of gate first, those of gpt-oss alternate, whatever the model has.
@@ -67,16 +67,17 @@ def load(
     modules = dict(named_modules(model_inside))
     state = _state(modules)
     found = _origins(checkpoint, model_inside, state, modules)
-    new: dict[str, Tensor | Stored | Fp8] = {}
+    new: dict[str, AnyWeight] = {}
     with Bar(sum(map(checkpoint.nbytes, checkpoint)), progress) as bar:
         for name, parts in found.items():
             new[name] = _fitted(checkpoint, name, parts, state[name], modules)
-            if turn and isinstance(new[name], Stored) and name in checkpoint and name.endswith("gate_up_proj"):
-                new[name] = new[name].rows(turn(new[name].q.shape[-2]))
+            w = new[name]
+            if turn and isinstance(w, Stored) and name in checkpoint and name.endswith("gate_up_proj"):
+                new[name] = w.rows(turn(w.q.shape[-2]))
             bar.advance(sum(checkpoint.nbytes(n) for n in {part.name for part in parts}), name)
-    for name in list(new):
-        if isinstance(new[name], Stored) and not _packs(name, new, modules):
-            new[name] = _plain(new[name], state[name], modules[name.rpartition(".")[0]])
+    for name, w in list(new.items()):
+        if isinstance(w, Stored) and not _packs(name, new, modules):
+            new[name] = _plain(w, state[name], modules[name.rpartition(".")[0]])
     _put(model_inside, state, new)
     for owner in dict.fromkeys(name.rpartition(".")[0] for name, w in new.items() if isinstance(w, (Stored, Fp8))):
         _pack(model_inside, owner, modules[owner], new, policy)
@@ -88,7 +89,7 @@ def _state(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, m in modules.items():
         dot = f"{name}." if name else ""
-        own = {n: p for n, p in m._parameters.items() if p is not None}
+        own: dict[str, Tensor] = {n: p for n, p in m._parameters.items() if p is not None}
         own |= {n: b for n, b in m._buffers.items() if b is not None and n not in m._non_persistent_buffers_set}
         state |= {f"{dot}{n}": t for n, t in own.items()}
     return state
@@ -120,12 +121,12 @@ def _origins(
     odd = next((n for n in unknown if n in lengths), None)
     if odd is not None:
         what = f"{odd!r} is {shapes[odd]}; accepted: {lengths[odd]}, as in the model"
-        raise Refused(f"{checkpoint.folder.path}: {what}")
+        raise Invalid(f"{checkpoint.folder.path}: {what}")
     for what, names in (("the model has no", unknown), ("it lacks", missing)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             accepted = "accepted: a model of the same names"
-            raise Refused(f"{checkpoint.folder.path}: {what} {names[0]!r}{more}; {accepted}")
+            raise Invalid(f"{checkpoint.folder.path}: {what} {names[0]!r}{more}; {accepted}")
     return found
 
 
@@ -145,33 +146,28 @@ def _recomputed(modules: dict[str, nn.Module]) -> set[str]:
 
 def _fitted(
     checkpoint: Checkpoint, name: str, parts: list[Part], old: Tensor, modules: dict[str, nn.Module]
-) -> Tensor | Stored | Fp8:
+) -> AnyWeight:
     """What takes the place of a parameter or buffer, as it is stored where all of it is quantized alike."""
     owner = modules[name.rpartition(".")[0]]
     lies = _lies(owner, old)
     whole = {n: checkpoint.weight(n) for n in dict.fromkeys(part.name for part in parts)}
-    if all(isinstance(w, Stored) for w in whole.values()):
-        packed = _assembled(checkpoint, parts, whole, (old.shape[0], old.shape[2], old.shape[1]) if lies else old.shape)
+    stored = {n: w for n, w in whole.items() if isinstance(w, Stored)}
+    if len(stored) == len(whole):
+        packed = _assembled(parts, stored, (old.shape[0], old.shape[2], old.shape[1]) if lies else tuple(old.shape))
         if packed is not None:
             return packed
     first = whole[parts[0].name]
     is_weight = bool(name.rpartition(".")[0]) and isinstance(owner, nn.Linear) and name.endswith(".weight")
-    if (
-        is_weight
-        and len(parts) == 1
-        and isinstance(first, Fp8)
-        and first.shape == old.shape
-        and _in_order(parts[0].rows)
-    ):
+    if is_weight and len(parts) == 1 and isinstance(first, Fp8) and first.shape == old.shape and parts[0].in_order:
         return first
     dtype = old.dtype if old.dtype.is_floating_point else torch.float32
     pieces = [_rows(_dequantized(whole[n], dtype), rows) for n, rows in parts]
     value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    if len(parts) == 1 and isinstance(whole[parts[0].name], Tensor) and whole[parts[0].name].shape == old.shape:
-        value = whole[parts[0].name] if _in_order(parts[0].rows) else value
+    if len(parts) == 1 and isinstance(first, Tensor) and first.shape == old.shape and parts[0].in_order:
+        value = first
     if value.numel() != old.numel():
-        shape = tuple(whole[parts[0].name].shape)
-        raise Refused(f"{checkpoint.folder.path}: {name!r} is {shape}; accepted: {tuple(old.shape)}, as in the model")
+        shape = checkpoint.shape(parts[0].name)
+        raise Invalid(f"{checkpoint.folder.path}: {name!r} is {shape}; accepted: {tuple(old.shape)}, as in the model")
     if value.shape != old.shape:
         stands = len(parts) > 1 or len(value.shape) == 2
         value = value.reshape(old.shape[0], old.shape[2], old.shape[1]).mT if lies and stands else value.view(old.shape)
@@ -179,7 +175,7 @@ def _fitted(
     return value.to(old.dtype) if old.dtype.is_floating_point and value.is_floating_point() else value
 
 
-def _dequantized(w: Tensor | Stored | Fp8, dtype: torch.dtype) -> Tensor:
+def _dequantized(w: AnyWeight, dtype: torch.dtype) -> Tensor:
     if isinstance(w, Fp8):
         return w.dequantize(dtype)
     return w.q.dequantize(dtype) if isinstance(w, Stored) else w
@@ -190,50 +186,45 @@ def _lies(owner: nn.Module, old: Tensor) -> bool:
     return old.dim() == 3 and bool(getattr(owner, "is_transposed", False))
 
 
-def _in_order(rows: Tensor) -> bool:
-    return bool((rows.diff() == 1).all())
-
-
 def _rows(w: Tensor, rows: Tensor) -> Tensor:
     """Some rows of a tensor, or elements of a vector, over all of its matrices."""
     return w.flatten(0, -2)[rows] if w.dim() > 1 else w.reshape(-1)[rows]
 
 
-def _assembled(checkpoint: Checkpoint, parts: list[Part], whole: dict[str, Stored], shape) -> Stored | None:
+def _assembled(parts: list[Part], whole: dict[str, Stored], shape: tuple[int, ...]) -> Stored | None:
     """Quantized rows as one matrix or stack; None where they are not quantized alike."""
     first = whole[parts[0].name]
     if len({w.q.format for w in whole.values()}) > 1:
         return None
-    if len(parts) == 1 and tuple(first.q.shape) == tuple(shape):
-        return first if _in_order(parts[0].rows) else _reordered(first, parts[0].rows)
+    if len(parts) == 1 and tuple(first.q.shape) == shape:
+        return first if parts[0].in_order else _reordered(first, parts[0].rows)
     try:
         if len(shape) == 2:
-            made = arrange.over_each_other("", [_matrix(whole[n], rows) for n, rows in parts])
+            made = arrange.packed_over_each_other("", [_matrix(whole[part.name], part) for part in parts])
         else:
-            made = arrange.pile([arrange.over_each_other("", e) for e in _by_expert(parts, whole, shape)])
-    except Refused:  # outer scales that differ
+            made = arrange.pile_packed([arrange.packed_over_each_other("", e) for e in _by_expert(parts, whole, shape)])
+    except Invalid:  # outer scales that differ
         return None
-    return made if tuple(made.q.shape) == tuple(shape) else None
+    return made if tuple(made.q.shape) == shape else None
 
 
-def _by_expert(parts: list[Part], whole: dict[str, Stored], shape) -> list[list[Stored]]:
+def _by_expert(parts: list[Part], whole: dict[str, Stored], shape: tuple[int, ...]) -> list[list[Stored]]:
     """The pieces of each expert of a stack, in order."""
     experts: list[list[Stored]] = [[]]
     filled = 0
-    for name, rows in parts:
-        experts[-1].append(_matrix(whole[name], rows))
-        filled += len(rows)
+    for part in parts:
+        experts[-1].append(_matrix(whole[part.name], part))
+        filled += len(part.rows)
         if filled == shape[1]:
             experts, filled = [*experts, []], 0
     return experts[:-1]
 
 
-def _matrix(w: Stored, rows: Tensor) -> Stored:
-    """Some rows of a matrix, or of one expert of a stack."""
+def _matrix(w: Stored, part: Part) -> Stored:
+    """The rows `part` of a matrix, or of one expert of a stack."""
     n = w.q.shape[-2]
-    one = w if len(w.q.shape) == 2 else w.matrix(int(rows[0]) // n)
-    rows = rows % n
-    return one if len(rows) == n and _in_order(rows) else one.rows(rows)
+    one = w if len(w.q.shape) == 2 else w.matrix(int(part.rows[0]) // n)
+    return one if len(part.rows) == n and part.in_order else one.rows(part.rows % n)
 
 
 def _reordered(w: Stored, rows: Tensor) -> Stored:
@@ -247,13 +238,13 @@ def _plain(w: Stored, old: Tensor, owner: nn.Module) -> Tensor:
     return value.mT.contiguous() if _lies(owner, old) else value
 
 
-def _put(model: nn.Module, state: dict[str, Tensor], new: dict[str, Tensor | Stored]) -> None:
+def _put(model: nn.Module, state: dict[str, Tensor], new: dict[str, AnyWeight]) -> None:
     """Give plain parameters and buffers their new memory. What was tied stays tied."""
     values = {id(state[name]): value for name, value in new.items() if isinstance(value, Tensor)}
     made: dict[int, nn.Parameter] = {}
     for m in model.modules():
         for leaf, p in m._parameters.items():
-            if id(p) in values:
+            if p is not None and id(p) in values:
                 made.setdefault(id(p), nn.Parameter(values[id(p)], requires_grad=p.requires_grad))
                 m._parameters[leaf] = made[id(p)]
         for leaf, b in m._buffers.items():
@@ -261,7 +252,7 @@ def _put(model: nn.Module, state: dict[str, Tensor], new: dict[str, Tensor | Sto
                 m._buffers[leaf] = values[id(b)]
 
 
-def _packs(name: str, new: dict[str, Tensor | Stored], modules: dict[str, nn.Module]) -> bool:
+def _packs(name: str, new: dict[str, AnyWeight], modules: dict[str, nn.Module]) -> bool:
     """Whether a quantized weight can stay so in its module: of experts, both stacks are."""
     owner, _, leaf = name.rpartition(".")
     m = modules[owner]
@@ -279,16 +270,21 @@ def _stacks(m: nn.Module) -> tuple[str, ...]:
     return names_of_stacks(m) if is_stacked(m) and why_not(m) is None else ()
 
 
-def _pack(model: nn.Module, owner: str, old: nn.Module, new: dict[str, Tensor | Stored], policy: Policy) -> None:
+def _pack(model: nn.Module, owner: str, old: nn.Module, new: dict[str, AnyWeight], policy: Policy) -> None:
     """Put a packed layer in the place of a linear one, or of experts."""
-    if isinstance(old, nn.Linear) and isinstance(new[f"{owner}.weight"], Fp8):
-        layer = Fp8Linear(new[f"{owner}.weight"], old.bias)
-    elif isinstance(old, nn.Linear):
-        layer = QuantizedLinear.of(new[f"{owner}.weight"].q, old.bias, policy, owner)
+    layer: nn.Module
+    leaves = ("weight",) if isinstance(old, nn.Linear) else _stacks(old)
+    weights = {leaf: new[f"{owner}.{leaf}"] for leaf in leaves}
+    held = {leaf: w.q for leaf, w in weights.items() if isinstance(w, Stored)}
+    if isinstance(old, nn.Linear):
+        w = weights["weight"]
+        if isinstance(w, Fp8):
+            layer = Fp8Linear(w, old.bias)
+        else:
+            layer = QuantizedLinear.of(held["weight"], old.bias, policy, owner)
     elif type(old) is Experts:
-        layer = QuantizedExperts.of(*(new[f"{owner}.{stack}"].q for stack in old.stacks), policy, owner)
+        layer = QuantizedExperts.of(held["gate_up_proj"], held["down_proj"], policy, owner)
     else:
-        held = {stack: new[f"{owner}.{stack}"].q for stack in _stacks(old)}
         x = policy.recipe("rl_sampler", owner).fprop.x
         alike = x is not None and all(q.format is x.fmt for q in held.values())
         layer = QuantizedStacked.holding(old, held, x if alike else None)

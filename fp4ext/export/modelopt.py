@@ -11,15 +11,17 @@ W4A16_NVFP4: readers of NVFP4 expect them.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .. import __version__
 from ..functional import ops
-from ..policy.formats import MXFP8, NVFP4
+from ..policy.formats import MXFP8, NVFP4, Format
 from .comfy import Nibbles
-from .errors import Refused
+from .errors import Invalid
 from .folder import Folder
-from .layout import Layout, Pieces, need, number
-from .stored import STOCK, Outer, stored
+from .fp8 import Fp8
+from .layout import Group, Layout, Pieces, Written, need, number
+from .stored import STOCK, Outer, Stored, stored
 
 U8, E4M3, E8M0, F32 = torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 # modelopt's words. Those without an entry in GROUPS have scales of a tensor, of rows, or of blocks of 128×128.
@@ -31,7 +33,7 @@ WEIGHT_ONLY = ("W4A16_NVFP4", "FP8_PB_WO")
 class ModelOpt(Layout):
     """See the module."""
 
-    name, formats, says_kv_cache = "modelopt", (NVFP4, MXFP8), True
+    name, formats, says_kv_cache, of_modules = "modelopt", (NVFP4, MXFP8), True, True
     roles = {
         ".weight_scale": "scale",
         ".weight_scale_2": "scale_2",
@@ -44,16 +46,9 @@ class ModelOpt(Layout):
     def claims(self, folder: Folder) -> bool:
         if any(name.endswith(".weight_scale_2") for name in folder.slots):
             return True
-        method = folder.config.get("quantization_config")
-        modelopt = folder.quant_config or (isinstance(method, dict) and method.get("quant_method") == "modelopt")
-        return bool(modelopt) and any(name.endswith(".weight_scale") for name in folder.slots)
+        return folder.is_of_modelopt and any(name.endswith(".weight_scale") for name in folder.slots)
 
-    def base(self, prefix: str) -> str:
-        return f"{prefix}.weight"
-
-    def format(self, name, group, folder):
-        if group.keys() == {"plain"}:
-            return None
+    def packed_format(self, name: str, group: Group, folder: Folder) -> Format:
         extra = {"input_scale": (F32,)} if "input_scale" in group else {}
         extra |= {"comfy": (U8,)} if "comfy" in group else {}
         if "scale" in group and folder.slots[group["scale"]].dtype in (U8, E8M0):
@@ -62,12 +57,12 @@ class ModelOpt(Layout):
         need(name, group, folder, plain=(U8,), scale=(E4M3,), scale_2=(F32,), **extra)
         return NVFP4
 
-    def shape(self, name, group, folder, fmt):
+    def shape(self, name: str, group: Group, folder: Folder, fmt: Format) -> tuple[int, ...]:
         *rows, packed = folder.slots[group["plain"]].shape or (0,)
         return (*rows, packed * fmt.codes_per_byte)
 
-    def read(self, name, group, folder, dtype):
-        fmt = self.format(name, group, folder)
+    def read(self, name: str, group: Group, folder: Folder, dtype: torch.dtype) -> Stored:
+        fmt = self.packed_format(name, group, folder)
         codes, scales = folder.read(group["plain"]), folder.read(group["scale"])
         nibbles = folder.comfy.get(name.removesuffix(".weight"))
         if nibbles is not None and fmt is NVFP4:
@@ -76,25 +71,20 @@ class ModelOpt(Layout):
         amax = number(folder, group["input_scale"]) * STOCK if "input_scale" in group else None
         return stored(f"{folder.path}: {name!r}", fmt, codes, scales, outer, dtype, amax)
 
-    def why_not(self, name, weight_format):
-        if not name.endswith(".weight"):
-            return f"{self.name} holds modules' weights, whose names end with .weight"
-        return super().why_not(name, weight_format)
-
-    def write(self, name, weight):
+    def write(self, name: str, weight: Stored) -> Pieces:
         q = weight.q
         if q.format is MXFP8:
             return Pieces({name: q.codes, f"{name}_scale": q.scales.view(U8)})
-        m, exact = weight.outer.as_multiplier()
+        m, exact = weight.nvfp4_outer.as_multiplier()
         lost = None if exact else "weight_scale_2 is rounded to fp32 (relative 2^-24)"
         tensors = {name: q.codes, f"{name}_scale": q.scales, f"{name}_scale_2": m}
         if weight.input_amax is not None:
             tensors[f"{name.removesuffix('weight')}input_scale"] = weight.input_amax / STOCK
         return Pieces(tensors, lost=lost)
 
-    def write_fp8(self, name, weight):
+    def write_fp8(self, name: str, weight: Fp8) -> Pieces:
         if not name.endswith(".weight"):
-            raise Refused(
+            raise Invalid(
                 f"{name!r}: {weight.kind}; accepted in {self.name}: modules' weights, whose names end with .weight"
             )
         stack = weight.shape[:-2]
@@ -104,17 +94,19 @@ class ModelOpt(Layout):
             tensors[f"{name.removesuffix('weight')}input_scale"] = weight.input_scale.squeeze()
         return Pieces(tensors)
 
-    def describe(self, config, written):
+    def describe(self, config: dict, written: Written) -> dict[str, dict]:
         algos = {name: _algo(fmt, name in written.with_inputs) for name, fmt in written.formats.items()}
         algos |= {name: FP8_ALGOS[weight.strategy] for name, weight in written.fp8.items()}
         layers = {name.removesuffix(".weight"): algo for name, algo in sorted(algos.items())}
         used = sorted(set(algos.values()))
-        about = {name: {"quant_algo": name} | ({"group_size": GROUPS[name]} if name in GROUPS else {}) for name in used}
+        about: dict[str, dict] = {
+            name: {"quant_algo": name} | ({"group_size": GROUPS[name]} if name in GROUPS else {}) for name in used
+        }
         kv_cache = written.kv_cache
         exclude = sorted(name.removesuffix(".weight") for name in written.plain)
         rest = {"kv_cache_quant_algo": None if kv_cache is None else kv_cache.algo, "exclude_modules": exclude}
         if len(used) == 1:
-            whole = about[used[0]] | rest
+            whole: dict = about[used[0]] | rest
         else:
             whole = {
                 "quant_algo": "MIXED_PRECISION",
@@ -147,21 +139,21 @@ def _algo(fmt: str, with_inputs: bool) -> str:
     return {"mxfp8": "MXFP8"}.get(fmt, "NVFP4" if with_inputs else "W4A16_NVFP4")
 
 
-def _unswizzled(what: str, codes, scales, nibbles: Nibbles):
+def _unswizzled(what: str, codes: Tensor, scales: Tensor, nibbles: Nibbles) -> tuple[Tensor, Tensor]:
     """Codes and block scales as all other layouts have them."""
     if codes.dim() != 2 or scales.dim() != 2:
-        raise Refused(f"{what}: codes {tuple(codes.shape)} in a file for ComfyUI; accepted: [N, K/2]")
+        raise Invalid(f"{what}: codes {tuple(codes.shape)} in a file for ComfyUI; accepted: [N, K/2]")
     n, blocks = codes.shape[0], codes.shape[1] // 8
     padded = (-(-n // 128) * 128, -(-blocks // 4) * 4)
     if tuple(scales.shape) == padded:
         if nibbles is Nibbles.UNSAID:
-            raise Refused(
+            raise Invalid(
                 f"{what}: its block scales are swizzled, and nothing says which nibble is the even element; accepted: "
                 "beside _quantization_metadata, ComfyUI's .comfy_quant tensors or modelopt's quantization_config"
             )
         scales = ops.unswizzle(scales.contiguous().flatten(), n, blocks)
     elif nibbles is Nibbles.HIGH:
-        raise Refused(f"{what}: scales {tuple(scales.shape)}; accepted: {padded}, swizzled, as ComfyUI writes them")
+        raise Invalid(f"{what}: scales {tuple(scales.shape)}; accepted: {padded}, swizzled, as ComfyUI writes them")
     if nibbles is Nibbles.HIGH:
         codes = codes << 4 | codes >> 4
     return codes, scales

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,13 @@ from ..conversion.names import named_modules, unwrapped
 from ..functional.qtensor import QTensor
 from ..nn.packed_layers import QuantizedExperts, QuantizedLinear, QuantizedStacked
 from . import origin
-from .checkpoint import Checkpoint
+from .checkpoint import AnyWeight, Checkpoint
 from .fp8 import Fp8
 from .fp8_linear import Fp8Linear
 from .source import FromCheckpoint, InMemory, Source
 from .stored import Stored
 
+Held = Tensor | QTensor | Fp8  # what a module holds of a weight
 PACKED = (QuantizedLinear, QuantizedExperts, QuantizedStacked, Fp8Linear)
 
 
@@ -30,32 +32,33 @@ def of_model(model: nn.Module, scratch: ExitStack) -> Source:
     """
     model = unwrapped(model)
     weights = weights_of(model)
+    of_transformers: Any = model  # where it saves itself: transformers is optional, and so are its types
     packed = any(isinstance(module, PACKED) for module in model.modules())
     if not hasattr(model, "save_pretrained") or (packed and not origin.is_of_transformers(model)):
-        source = InMemory(weights, {"architectures": [type(model).__name__]})
+        source: Source = InMemory(weights, {"architectures": [type(model).__name__]})
     elif packed:
         named = origin.to_checkpoint(model, weights)
         held = {n: _taken(w, weights) if isinstance(w, list) else w for n, w in named.items()}
-        config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+        about = json.loads(of_transformers.config.to_json_string()) | {"architectures": [type(model).__name__]}
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.bfloat16)
-        source = InMemory(held, config | {"dtype": str(dtype).removeprefix("torch.")})
+        source = InMemory(held, about | {"dtype": str(dtype).removeprefix("torch.")})
     else:
         folder = scratch.enter_context(tempfile.TemporaryDirectory(prefix="fp4ext-"))
         inside = any(module is not unwrapped(module) for module in model.modules())
-        model.save_pretrained(folder, state_dict=weights if inside else None)
+        of_transformers.save_pretrained(folder, state_dict=weights if inside else None)
         source = FromCheckpoint(Checkpoint(folder))
     source.model = model
     source.alternating = source.alternating or origin.alternates(model)
     return source
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor | QTensor | Fp8]:
+def weights_of(model: nn.Module) -> dict[str, Held]:
     """A module's parameters and persistent buffers by their names without wrappers; packed layers as what they hold, a
     stack of experts as [E, N, K]."""
-    weights: dict[str, Tensor | QTensor] = {}
+    weights: dict[str, Held] = {}
     for prefix, module in named_modules(model):
         dot = f"{prefix}." if prefix else ""
-        own = dict(module.named_parameters(recurse=False))
+        own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
         if isinstance(module, QuantizedExperts):
             weights |= {f"{dot}{leaf}": getattr(module, leaf) for leaf in ("gate_up_proj", "down_proj")}
         elif isinstance(module, QuantizedStacked):
@@ -69,14 +72,14 @@ def weights_of(model: nn.Module) -> dict[str, Tensor | QTensor | Fp8]:
     return weights
 
 
-def _taken(parts: list[origin.Part], weights: dict[str, QTensor | Fp8]) -> Stored | Fp8:
+def _taken(parts: list[origin.Part], weights: dict[str, Held]) -> AnyWeight:
     """Rows of one quantized parameter: all of it, or of a stack some rows of one expert."""
     (part,) = parts
     q = weights[part.name]
-    if isinstance(q, Fp8):
+    if not isinstance(q, QTensor):
         return q
     whole = Stored.of(q)
-    if len(part.rows) == q.shape[:-1].numel() and bool((part.rows.diff() == 1).all()):
+    if len(part.rows) == q.shape[:-1].numel() and part.in_order:
         return whole
     n = q.shape[-2]
     expert, order = part.rows // n, part.rows % n

@@ -6,6 +6,7 @@ Names are all there is: no model class is needed, so a checkpoint of any archite
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from fnmatch import fnmatchcase
 
 SEPARATE = re.compile(r"^(?P<experts>.*\bexperts)\.(?P<e>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
@@ -53,6 +54,20 @@ def module_of(name: str) -> str:
     return match["experts"] if match else module(name)
 
 
+def of_stack(name: str) -> tuple[str, str]:
+    """(the module of the experts, which of its stacks) of a name that STACK matches."""
+    match = STACK.match(name)
+    assert match is not None, name
+    return match["experts"], match["part"]
+
+
+def of_expert(name: str) -> tuple[str, int, str]:
+    """(the experts' module, the expert's number, its projection by PARTS) of a name that SEPARATE matches."""
+    match = SEPARATE.match(name)
+    assert match is not None, name
+    return match["experts"], int(match["e"]), PARTS.get(match["part"], match["part"])
+
+
 def is_stack(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor holds the matrices of several experts, [E, ., .]."""
     return len(shape) == 3 and "experts" in name.split(".")
@@ -74,7 +89,7 @@ def why_not_linear(name: str, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def together(name: str, names) -> tuple[str, ...]:
+def together(name: str, names: Container[str]) -> tuple[str, ...]:
     """The weights, this one among them, that share an outer scale with it."""
     prefix, _, last = module(name).rpartition(".")
     dot = "." if prefix else ""

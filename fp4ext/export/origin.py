@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ..functional.qtensor import QTensor
 from ..nn.packed_layers import QuantizedStacked
 from ..nn.transformers_experts import is_stacked, names_of_stacks
 from . import naming
+from .fp8 import Fp8
 from .stored import interleave, separate
 
 FIRST = 1 << 40  # row numbers start here, so that no weight can be taken for one
@@ -35,6 +36,11 @@ class Part(NamedTuple):
 
     name: str
     rows: Tensor
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the rows follow each other."""
+        return bool((self.rows.diff() == 1).all())
 
 
 def of_parameters(
@@ -64,7 +70,7 @@ def of_parameters(
     return found
 
 
-def to_checkpoint(model: nn.Module, weights: dict[str, Tensor | QTensor]) -> dict[str, Tensor | list[Part]]:
+def to_checkpoint(model: Any, weights: Mapping[str, Tensor | QTensor | Fp8]) -> dict[str, Tensor | Fp8 | list[Part]]:
     """A model's weights under the names of its class's checkpoint: plain ones as they are there, of quantized ones the
     rows that the tensor has.
 
@@ -76,7 +82,7 @@ def to_checkpoint(model: nn.Module, weights: dict[str, Tensor | QTensor]) -> dic
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     numbers = _Numbers({name: tuple(w.shape) for name, w in weights.items() if isinstance(w, QTensor)})
-    state = {name: numbers.of(name) if isinstance(w, QTensor) else w for name, w in weights.items()}
+    state: dict[str, Any] = {name: numbers.of(name) if isinstance(w, QTensor) else w for name, w in weights.items()}
     for name, module in named_modules(model):
         if getattr(module, "is_transposed", False) and isinstance(module, QuantizedStacked):
             state |= {n: state[n].mT for n in (f"{name}.{leaf}" for leaf in module.stacks)}
@@ -152,7 +158,7 @@ def _fits(t: Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(t.shape) == shape or upright or lying
 
 
-def _converted(model: nn.Module, state: Mapping[str, object], numbers: _Numbers) -> dict[str, Tensor]:
+def _converted(model: Any, state: Mapping[str, object], numbers: _Numbers) -> dict[str, Tensor]:
     """Parameter → row numbers of what transformers' loader would put there. As it does, step by step."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -164,16 +170,17 @@ def _converted(model: nn.Module, state: Mapping[str, object], numbers: _Numbers)
     collected: dict[str, WeightRenaming | WeightConverter] = {}
     prefix = re.escape(model.base_model_prefix)
     for name in sorted(numbers.names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        target, pattern = rename_source_key(name, renamings, converters, prefix, dict(state))
         if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
+            target, pattern = rename_source_key(name, [], [], prefix, dict(state))
         if target not in state:
             continue
         if pattern is None:
             job = collected.setdefault(target, WeightRenaming(name, target))
         else:
             job = collected.setdefault(target, copy.deepcopy(by_pattern[pattern]))
-        job.add_tensor(target, name, pattern or name, numbers.of(name))
+        rows: Any = numbers.of(name)  # add_tensor is declared for futures, and takes tensors
+        job.add_tensor(target, name, pattern or name, rows)
     made: dict[str, Tensor] = {}
     for target, job in collected.items():
         try:

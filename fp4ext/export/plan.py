@@ -10,7 +10,7 @@ from ..policy import formats
 from ..policy.spec import Spec
 from . import naming
 from .choose import Chosen
-from .errors import Refused
+from .errors import Invalid
 from .layout import Layout
 from .source import Source
 
@@ -49,12 +49,12 @@ class Plan:
                 continue
             reason = self.layout.why_not(self.target_name(name), spec.fmt)
             if reason is not None:
-                raise Refused(f"{name!r}: {reason}; accepted: a policy whose weights the layout holds, or a filter")
+                raise Invalid(f"{name!r}: {reason}; accepted: a policy whose weights the layout holds, or a filter")
             if spec.outer == "row" and self.layout.name != "fp4ext":
-                raise Refused(f"{name!r}: {self.layout.name} has one outer scale a matrix, not one a row")
+                raise Invalid(f"{name!r}: {self.layout.name} has one outer scale a matrix, not one a row")
             self.specs[name] = spec
         if not self.specs and not any(map(self.src.format, self.names)) and not self.src.fp8:
-            raise Refused(f"no weight would be quantized: {self.left or 'there are no matrices'}")
+            raise Invalid(f"no weight would be quantized: {self.left or 'there are no matrices'}")
 
     @property
     def bytes(self) -> int:
@@ -76,7 +76,7 @@ class Plan:
             return
         reason = self.layout.why_not(self.target_name(name), fmt)
         if reason is not None and not self.requantize:
-            raise Refused(f"{name!r}: {reason}; accepted: another layout, or requantize")
+            raise Invalid(f"{name!r}: {reason}; accepted: another layout, or requantize")
 
     def is_expert(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a weight is one of a layer's experts, or a stack of them, of known parts."""
@@ -110,15 +110,15 @@ class Plan:
             if name in done:
                 continue
             unit = [name]
-            match = naming.SEPARATE.match(name)
-            if match and self.layout.experts_only and (name in self.specs or self.src.format(name)):
-                part = naming.PARTS.get(match["part"], match["part"])
+            separate = self.layout.experts_only and naming.SEPARATE.match(name)
+            if separate and (name in self.specs or self.src.format(name)):
+                experts, _, part = naming.of_expert(name)
                 wanted = {"down_proj"} if part == "down_proj" else {"gate_proj", "up_proj"}
-                unit = [other for other in self.names if self._of_experts(other, match["experts"], wanted)]
+                unit = [other for other in self.names if self._of_experts(other, experts, wanted)]
                 odd = next((n for n in unit if self._kind(n) != self._kind(name)), None)
                 if odd is not None and not (self.requantize and all(map(self.src.format, unit))):
                     what = f"{odd!r} and {name!r} would be in one stack, and are not quantized alike"
-                    raise Refused(f"{what}; accepted: a policy and a filter that treat a layer's experts alike")
+                    raise Invalid(f"{what}; accepted: a policy and a filter that treat a layer's experts alike")
             elif (kind := self._shares(name)) is not None:
                 unit = [n for n in naming.together(name, names) if self._shares(n) == kind]
             done.update(unit)
@@ -136,11 +136,13 @@ class Plan:
         """Whether a weight shares an outer scale with others of its unit."""
         return self._shares(name) is not None
 
-    def _kind(self, name: str):
+    def _kind(self, name: str) -> Spec | formats.Format | None:
         """How a weight is, or will be, quantized."""
         return self.specs.get(name) or self.src.format(name)
 
     @staticmethod
     def _of_experts(name: str, experts: str, parts: set[str]) -> bool:
-        match = naming.SEPARATE.match(name)
-        return bool(match) and match["experts"] == experts and naming.PARTS.get(match["part"], match["part"]) in parts
+        if not naming.SEPARATE.match(name):
+            return False
+        owner, _, part = naming.of_expert(name)
+        return owner == experts and part in parts

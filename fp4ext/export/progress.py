@@ -34,6 +34,6 @@ class Bar:
         if self.shown:
             self.progress.update(self.task, advance=amount, description=shown(what, 60))
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.shown:
             self.progress.stop()

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..policy import policy_file
 from ..policy.policy import Policy
 from .choose import Chosen
-from .errors import Refused
+from .errors import Invalid
 from .folder import read_object
 
 FILE = "fp4ext.json"
@@ -39,4 +39,4 @@ def policy(folder: Path) -> Policy | None:
     try:
         return policy_file.from_dict(said)
     except (ValueError, TypeError) as error:
-        raise Refused(f"{folder / FILE}: {error}") from None
+        raise Invalid(f"{folder / FILE}: {error}") from None

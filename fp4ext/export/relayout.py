@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .checkpoint import Checkpoint
-from .errors import Refused
+from .errors import Invalid
 from .layout import Layout
 from .saving import Report, save
 from .writer import SHARD
@@ -35,7 +35,7 @@ def convert_checkpoint(
     """
     checkpoint = Checkpoint(source)
     if not any(map(checkpoint.format, checkpoint)) and not checkpoint.fp8:
-        raise Refused(f"{source}: nothing in it is quantized; accepted: a quantized checkpoint (save quantizes others)")
+        raise Invalid(f"{source}: nothing in it is quantized; accepted: a quantized checkpoint (save quantizes others)")
     report = save(
         checkpoint,
         folder,

@@ -7,7 +7,7 @@ from names, shapes and dtypes, and refused if it must be; then bytes are read; t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import ops
+from ..functional.qtensor import QTensor
 from ..functional.quantization import quantize
 from ..policy.formats import Format
 from ..policy.policy import Policy
 from ..policy.spec import Spec
 from . import arrange, layouts, module, naming, recorded
 from .against import against
-from .checkpoint import Checkpoint
+from .checkpoint import AnyWeight, Checkpoint
 from .choose import choose
-from .errors import Refused, shown
+from .errors import Invalid, shown
 from .fp8 import Fp8
 from .layout import Layout, Pieces, Written
 from .plan import Filter, Plan
@@ -87,7 +88,7 @@ class Report:
 
 
 def save(
-    source,
+    source: nn.Module | str | Path | Checkpoint | Mapping[str, Tensor | QTensor],
     folder: str | Path,
     layout: str | Layout = "compressed-tensors",
     *,
@@ -131,7 +132,7 @@ def save(
     check_target(folder, overwrite)
     like = Checkpoint(like) if isinstance(like, (str, Path)) else like
     if like is not None and like.layout.name != layout.name:
-        raise Refused(f"like is in layout {like.layout.name}; accepted: {layout.name}, the layout to write")
+        raise Invalid(f"like is in layout {like.layout.name}; accepted: {layout.name}, the layout to write")
     with ExitStack() as scratch:
         src = module.of_model(source, scratch) if isinstance(source, nn.Module) else source_of(source)
         src.config = src.config if config is None else dict(config)
@@ -178,10 +179,10 @@ class _Job:
         self.report.bytes = writer.bytes
         self.report.aside |= self.src.aside
 
-    def _encoded(self, names: list[str]) -> Iterator[tuple[str, Stored | Fp8 | Tensor]]:
+    def _encoded(self, names: list[str]) -> Iterator[tuple[str, AnyWeight]]:
         """The new checkpoint's weights that come of these."""
         spec = self.plan.specs.get(names[0])
-        pieces = self._arranged(names, {name: self._load(name, spec) for name in names})
+        pieces = self._arranged({name: self._load(name, spec) for name in names})
         if spec is None or not any(isinstance(w, Tensor) for _, w in pieces):
             yield from self._under_one_outer(pieces) if len(names) > 1 and self.plan.is_shared(names[0]) else pieces
             return
@@ -193,16 +194,17 @@ class _Job:
         ]
         yield from self._under_one_outer(made) if spec.outer == "pow2" and not joint and self.like is None else made
 
-    def _under_one_outer(self, pieces: list[tuple[str, Stored]]) -> list[tuple[str, Stored]]:
-        """Weights that a fused reader takes for one under one outer scale, as far as they are of NVFP4."""
-        if len(pieces) < 2 or any(w.outer is None for _, w in pieces):
+    def _under_one_outer(self, pieces: Sequence[tuple[str, AnyWeight]]) -> Sequence[tuple[str, AnyWeight]]:
+        """Weights of NVFP4 that a fused reader takes for one, under one outer scale; others as they are."""
+        nvfp4 = {name: w for name, w in pieces if isinstance(w, Stored) and w.outer is not None}
+        if not len(pieces) == len(nvfp4) > 1:
             return pieces
-        made, rounded = arrange.under_one_outer(dict(pieces))
+        made, rounded = arrange.under_one_outer(nvfp4)
         for name, n in rounded.items():
             self.report.lost[name] = f"{n} block scales are rounded, under an outer scale that it shares with others"
         return list(made.items())
 
-    def _load(self, name: str, spec: Spec | None) -> Stored | Fp8 | Tensor:
+    def _load(self, name: str, spec: Spec | None) -> AnyWeight:
         weight = self.src.weight(name)
         if isinstance(weight, Fp8):
             return weight
@@ -219,7 +221,7 @@ class _Job:
         if fits and (whole or self.layout.name == "fp4ext"):
             return weight.without_zero_scales() if self.src.model is not None and weight.per_matrix else weight
         if not self.plan.requantize:
-            raise Refused(f"{name!r}: {weight.q} does not fit into {self.layout.name}; accepted: fp4ext, or requantize")
+            raise Invalid(f"{name!r}: {weight.q} does not fit into {self.layout.name}; accepted: fp4ext, or requantize")
         made = self._anew(name, weight.q.dequantize(torch.float32))
         self.report.lost[name] = f"quantized anew, {weight.q.format} → {made.q.format}"
         return replace(made, input_amax=weight.input_amax)
@@ -232,29 +234,32 @@ class _Job:
         self.report.lost[name] = f"quantized anew, into {target.fmt}"
         return self._quantized(name, values, target, None)
 
-    def _arranged(self, names: list[str], weights: dict[str, Stored | Tensor]) -> list[tuple[str, Stored | Tensor]]:
-        """Under the names and in the arrangement of the layout."""
-        name = names[0]
+    def _arranged(self, weights: dict[str, AnyWeight]) -> Sequence[tuple[str, AnyWeight]]:
+        """The weights of a unit under the names and in the arrangement of the layout."""
+        name = next(iter(weights))
+        weight_of = {n: w for n, w in weights.items() if not isinstance(w, Fp8)}
+        if len(weight_of) < len(weights):  # FP8 weights stay as they are
+            return list(weights.items())
         packed = name in self.plan.specs or isinstance(weights[name], Stored)
         separate = naming.SEPARATE.match(name)
         if packed and separate and self.layout.experts_only:
-            parts: dict[str, dict[int, Stored | Tensor]] = {}
-            for n in names:
-                m = naming.SEPARATE.match(n)
-                parts.setdefault(naming.PARTS.get(m["part"], m["part"]), {})[int(m["e"])] = weights[n]
+            parts: dict[str, dict[int, arrange.Weight]] = {}
+            for n in weights:
+                _, e, part = naming.of_expert(n)
+                parts.setdefault(part, {})[e] = weight_of[n]
             anew = self._anew if self.plan.requantize else None
             return [arrange.stack(separate["experts"], parts, self.layout, anew)]
-        if packed and naming.STACK.match(name) and arrange.is_stack(weights[name]):
-            alternating = self.src.alternating or naming.STACK.match(name)["part"] in naming.ALTERNATING
+        if packed and naming.STACK.match(name) and arrange.is_stack(weight_of[name]):
+            alternating = self.src.alternating or naming.of_stack(name)[1] in naming.ALTERNATING
             if self.layout.experts_only:
-                return [arrange.restack(name, weights[name], alternating, self.layout)]
+                return [arrange.restack(name, weight_of[name], alternating, self.layout)]
             if not self.layout.stacked:
-                return arrange.unstack(name, weights[name], alternating)
+                return arrange.unstack(name, weight_of[name], alternating)
             if alternating:
-                return [arrange.as_named(name, weights[name])]
-        return [(n, weights[n]) for n in names]
+                return [arrange.as_named(name, weight_of[name])]
+        return list(weights.items())
 
-    def _shared_amax(self, pieces, spec: Spec) -> dict[str, Tensor]:
+    def _shared_amax(self, pieces: Sequence[tuple[str, AnyWeight]], spec: Spec) -> dict[str, Tensor]:
         """The amax of each group of matrices that a fused reader takes for one."""
         plain = {name: w for name, w in pieces if isinstance(w, Tensor) and w.dim() == 2}
         own = {name: ops.amax(w, spec.key) for name, w in plain.items()}
@@ -264,16 +269,18 @@ class _Job:
     def _quantized(self, name: str, x: Tensor, spec: Spec, amax: Tensor | None) -> Stored:
         if self.like is not None and name in self.like and self.like.format(name) is not None:
             old = self.like.weight(name)
-            if old.q.format is spec.fmt and tuple(old.q.shape) == tuple(x.shape):
+            if isinstance(old, Stored) and old.q.format is spec.fmt and tuple(old.q.shape) == tuple(x.shape):
                 if not bool(x.isfinite().all()):
-                    raise Refused(f"{name!r} holds NaN or infinity; accepted: finite weights")
+                    raise Invalid(f"{name!r} holds NaN or infinity; accepted: finite weights")
                 made, clipped = against(x, old)
                 if clipped:
                     self.report.clipped[name] = clipped
                 return made
         if x.dim() == 3:
             one = spec.with_(outer="tensor") if spec.outer == "expert" else spec
-            return arrange.pile([self._quantized(f"{name} expert {e}", x[e], one, None) for e in range(x.shape[0])])
+            return arrange.pile_packed(
+                [self._quantized(f"{name} expert {e}", x[e], one, None) for e in range(x.shape[0])]
+            )
         q = quantize(x, spec, role="w", amax=amax)
         check_finite(name, q)
         made = Stored.of(q)
@@ -293,7 +300,7 @@ class _Job:
                     "them right; a reader in transformers needs the whole model in mxfp4"
                 )
 
-    def _write(self, writer: Writer, written: Written, name: str, weight: Stored | Fp8 | Tensor) -> None:
+    def _write(self, writer: Writer, written: Written, name: str, weight: AnyWeight) -> None:
         if isinstance(weight, Tensor):
             if weight.dim() >= 2:
                 written.plain.append(name)
@@ -322,9 +329,9 @@ class _Job:
             self.report.lost[name] = pieces.lost if before is None else f"{before}; {pieces.lost}"
 
 
-def check_finite(name: str, q) -> None:
+def check_finite(name: str, q: QTensor) -> None:
     """Raises Refused where what was quantized held a NaN or an infinity: its block's scale says so."""
     try:
         check_scales(repr(name), q.format, q.scales)
-    except Refused:
-        raise Refused(f"{name!r} holds NaN or infinity; accepted: finite weights") from None
+    except Invalid:
+        raise Invalid(f"{name!r} holds NaN or infinity; accepted: finite weights") from None

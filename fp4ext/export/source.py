@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -11,14 +12,14 @@ from torch import Tensor, nn
 from ..functional.qtensor import QTensor
 from ..policy.formats import Format
 from . import kv_cache, naming
-from .checkpoint import Checkpoint
-from .errors import Refused
+from .checkpoint import AnyWeight, Checkpoint
+from .errors import Invalid
 from .fp8 import Fp8
 from .kv_cache import KvCache
 from .stored import Stored
 
 
-class Source:
+class Source(ABC):
     """Names, what is known of each without reading it, and the weights.
 
     Attributes:
@@ -38,17 +39,29 @@ class Source:
     alternating = False
     transposed = False
 
-    def names(self) -> list[str]: ...
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The names of all weights."""
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The logical shape."""
 
-    def dtype(self, name: str) -> torch.dtype: ...
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a plain weight, or the one in which a quantized weight is used."""
 
-    def format(self, name: str) -> Format | None: ...
+    @abstractmethod
+    def format(self, name: str) -> Format | None:
+        """The Format, None for a plain or FP8 weight."""
 
-    def nbytes(self, name: str) -> int: ...
+    @abstractmethod
+    def nbytes(self, name: str) -> int:
+        """Bytes that the weight takes."""
 
-    def weight(self, name: str) -> Stored | Tensor: ...
+    @abstractmethod
+    def weight(self, name: str) -> AnyWeight:
+        """The weight itself."""
 
 
 class FromCheckpoint(Source):
@@ -63,49 +76,66 @@ class FromCheckpoint(Source):
         self.aside |= {f"metadata {key!r}": "metadata of the files" for key in checkpoint.other_metadata()}
         plain_and_transposed = checkpoint.layout.name == "plain" and self.config.get("model_type") in naming.TRANSPOSED
         self.transposed = self.alternating = checkpoint.layout.transposed or plain_and_transposed
-        self.names, self.shape, self.dtype = lambda: list(checkpoint), checkpoint.shape, checkpoint.dtype
-        self.format, self.nbytes, self.weight = checkpoint.format, checkpoint.nbytes, checkpoint.weight
+
+    def names(self) -> list[str]:
+        return list(self.checkpoint)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.checkpoint.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.checkpoint.dtype(name)
+
+    def format(self, name: str) -> Format | None:
+        return self.checkpoint.format(name)
+
+    def nbytes(self, name: str) -> int:
+        return self.checkpoint.nbytes(name)
+
+    def weight(self, name: str) -> AnyWeight:
+        return self.checkpoint.weight(name)
 
 
 class InMemory(Source):
     """Weights by name."""
 
-    def __init__(self, weights: Mapping[str, Tensor | QTensor | Stored], config: dict | None = None):
-        self.weights, self.config, self.side_files = dict(weights), config or {}, []
-        for name, w in self.weights.items():
+    def __init__(self, weights: Mapping[str, Tensor | QTensor | Stored | Fp8], config: dict | None = None):
+        self.weights: dict[str, AnyWeight] = {}
+        self.config, self.side_files = config or {}, []
+        for name, w in weights.items():
             if not isinstance(name, str) or not isinstance(w, (Tensor, QTensor, Stored, Fp8)):
-                raise Refused(f"weight {name!r} is {type(w).__name__}; accepted: a name → a Tensor or QTensor")
-            q = w.q if isinstance(w, Stored) else w
-            if isinstance(q, (QTensor, Fp8)) and 0 in q.shape:
-                raise Refused(f"weight {name!r} is {tuple(q.shape)}; accepted: a quantized weight that is not empty")
+                raise Invalid(f"weight {name!r} is {type(w).__name__}; accepted: a name → a Tensor or QTensor")
+            w = self.weights[name] = Stored.of(w) if isinstance(w, QTensor) else w
+            if not isinstance(w, Tensor) and 0 in self.shape(name):
+                raise Invalid(f"weight {name!r} is {self.shape(name)}; accepted: a quantized weight that is not empty")
         self.fp8 = {name for name, w in self.weights.items() if isinstance(w, Fp8)}
 
-    def names(self):
+    def _tensor(self, name: str) -> Tensor | QTensor | Fp8:
+        w = self.weights[name]
+        return w.q if isinstance(w, Stored) else w
+
+    def names(self) -> list[str]:
         return list(self.weights)
 
-    def shape(self, name):
-        w = self.weights[name]
-        return tuple((w.q if isinstance(w, Stored) else w).shape)
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensor(name).shape)
 
-    def dtype(self, name):
-        w = self.weights[name]
-        return w.codes.dtype if isinstance(w, Fp8) else (w.q if isinstance(w, Stored) else w).dtype
+    def dtype(self, name: str) -> torch.dtype:
+        w = self._tensor(name)
+        return w.codes.dtype if isinstance(w, Fp8) else w.dtype
 
-    def format(self, name):
-        w = self.weights[name]
-        w = w.q if isinstance(w, Stored) else w
+    def format(self, name: str) -> Format | None:
+        w = self._tensor(name)
         return w.format if isinstance(w, QTensor) else None
 
-    def nbytes(self, name):
-        w = self.weights[name]
-        return (w.q if isinstance(w, Stored) else w).nbytes
+    def nbytes(self, name: str) -> int:
+        return self._tensor(name).nbytes
 
-    def weight(self, name):
-        w = self.weights[name]
-        return Stored.of(w) if isinstance(w, QTensor) else w
+    def weight(self, name: str) -> AnyWeight:
+        return self.weights[name]
 
 
-def source_of(source) -> Source:
+def source_of(source: object) -> Source:
     """The Source of what a caller gave; of a module: module.of_model.
 
     Raises:
@@ -117,4 +147,4 @@ def source_of(source) -> Source:
         return FromCheckpoint(source)
     if isinstance(source, Mapping):
         return InMemory(source)
-    raise Refused(f"source is {type(source).__name__}; accepted: a module, a checkpoint's path, or name → weight")
+    raise Invalid(f"source is {type(source).__name__}; accepted: a module, a checkpoint's path, or name → weight")

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from ..functional.qtensor import QTensor
 from ..policy import formats
-from .errors import Refused
+from .errors import Invalid
 
 ONE = torch.ones(())
-STOCK = 2688.0  # 6 · 448: what amax-storing layouts divide by
-ROOMY = 1536.0  # 6 · 256: what rules with room above divide by (numerics, 2)
+# amax / outer scale, in layouts that store an amax: as it is, and for rules that leave room above (numerics, 2).
+STOCK = formats.NVFP4.element.max * formats.E4M3.max
+ROOMY = formats.NVFP4.element.max * 256
 LARGE = 2.0**127
 ULP = 2.0**-23  # of fp32, relative, at most
 _MIN_E4M3 = 0x01
@@ -67,16 +68,18 @@ class Outer:
         m, exact = self.as_multiplier()
         same = self.denominator.unique()
         own = (self.numerator, same[0] if len(same) == 1 else self.denominator)
-        found = [own] if len(same) == 1 and (not exact or same.item() in (STOCK, ROOMY)) else []
+        found: list[tuple[Tensor, Tensor]] = []
+        if len(same) == 1 and (not exact or same.item() in (STOCK, ROOMY)):
+            found.append(own)
         found += [pair for d in (STOCK, ROOMY, 2048.0) if (pair := _amax_over(m, torch.tensor(d))) is not None]
         found += [own]
         if len(m.unique()) == 1 and m.flatten()[0] > 0:
             over = torch.arange(128, 256) / 128 / m.flatten()[0]
             found += [pair for d in over if d.isfinite() and (pair := _amax_over(m, d)) is not None]
-        if all(_off_in_bf16(*pair, m) > 0 for pair in found):
+        if all(_off_in_bf16(a, d, m) > 0 for a, d in found):
             eights = [((m * d).bfloat16().float(), torch.tensor(d)) for d in (STOCK, ROOMY)]
-            found += [pair for pair in eights if _off_in_bf16(*pair, m) <= ULP]
-        amax, denominator = min(found, key=lambda pair: _off_in_bf16(*pair, m))
+            found += [(a, d) for a, d in eights if _off_in_bf16(a, d, m) <= ULP]
+        amax, denominator = min(found, key=lambda pair: _off_in_bf16(pair[0], pair[1], m))
         return amax, denominator, _off_in_bf16(amax, denominator, m)
 
 
@@ -121,6 +124,12 @@ class Stored:
         elif len(q.shape) == 3 and n.shape == (q.shape[0], 1, 1):
             n = n.reshape(-1)
         return cls(q, Outer(n.contiguous()), input_amax)
+
+    @property
+    def nvfp4_outer(self) -> Outer:
+        """The outer scale of a weight of NVFP4, the format that has one."""
+        assert self.outer is not None, f"{self.q.format} has no outer scale"
+        return self.outer
 
     @property
     def per_matrix(self) -> bool:
@@ -184,11 +193,11 @@ def stored(
         Refused: with the name.
     """
     if codes.dim() not in (2, 3):
-        raise Refused(f"{name}: codes have shape {tuple(codes.shape)}; accepted: [N, K] or [E, N, K], packed")
+        raise Invalid(f"{name}: codes have shape {tuple(codes.shape)}; accepted: [N, K] or [E, N, K], packed")
     k = codes.shape[-1] * format.codes_per_byte
     if k % format.block or tuple(scales.shape) != (*codes.shape[:-1], k // format.block):
         wanted = f"{(*codes.shape[:-1], k // format.block)}, K in whole blocks of {format.block}"
-        raise Refused(
+        raise Invalid(
             f"{name}: codes {tuple(codes.shape)} with scales {tuple(scales.shape)}; accepted: scales {wanted}"
         )
     codes, scales = codes.view(format.codes_dtype), scales.view(format.scale_dtype)
@@ -206,14 +215,14 @@ def check_values(name: str, q: QTensor) -> None:
     """Raises Refused where an element is NaN or infinite, or its scales take it past fp32."""
     if q.format.element.bits == 8 and not bool(q.codes.float().isfinite().all()):
         what = "NaN" if bool(q.codes.float().isnan().any()) else "infinite"
-        raise Refused(f"{name}: an element is {what}; accepted: finite values")
+        raise Invalid(f"{name}: an element is {what}; accepted: finite values")
     if not q.shape.numel():
         return
     # The product of the maxima is a bound, and mostly small: then no value is computed.
     bound = q.format.element.max * q.scales.float().max().item()
     bound *= 1.0 if q.global_scale is None else q.global_scale.max().item()
     if bound >= LARGE and not bool(q.dequantize(torch.float32).bfloat16().isfinite().all()):
-        raise Refused(f"{name}: a value overflows, by its scales; accepted: finite weights")
+        raise Invalid(f"{name}: a value overflows, by its scales; accepted: finite weights")
 
 
 def check_scales(name: str, format: formats.Format, scales: Tensor) -> None:
@@ -223,7 +232,7 @@ def check_scales(name: str, format: formats.Format, scales: Tensor) -> None:
     if bool(bad.any()):
         where = tuple(bad.nonzero()[0].tolist())
         accepted = "0x00 to 0xFE" if format.scale_dtype == torch.float8_e8m0fnu else "0x00 to 0x7E"
-        raise Refused(
+        raise Invalid(
             f"{name}: scale byte {data[where].item():#04x} at {where} is NaN or negative; accepted: {accepted}"
         )
 
@@ -234,20 +243,20 @@ def check_outer(name: str, outer: Outer, codes: Tensor) -> Outer:
     parts = []
     for part, least in ((outer.numerator, 0.0), (outer.denominator, torch.finfo(torch.float32).tiny)):
         if part.dtype != torch.float32:
-            raise Refused(f"{name}: outer scale is {part.dtype}; accepted: float32")
+            raise Invalid(f"{name}: outer scale is {part.dtype}; accepted: float32")
         if part.numel() not in (1, *stack) or part.dim() > 3:
-            raise Refused(
+            raise Invalid(
                 f"{name}: outer scale has shape {tuple(part.shape)}; accepted: one number, or one for each expert"
             )
         part = part.reshape(-1)
         good = part.isfinite() & (part >= least)
         if not bool(good.all()):
-            raise Refused(f"{name}: outer scale has {part[~good][0].item()} in it; accepted: finite, positive")
+            raise Invalid(f"{name}: outer scale has {part[~good][0].item()} in it; accepted: finite, positive")
         parts.append(part.reshape(()) if part.numel() == 1 else part)
     numerator, denominator = parts
     outer = Outer(numerator.expand(stack).contiguous(), denominator)
     if not bool(outer.value.isfinite().all()):
-        raise Refused(f"{name}: the outer scale overflows fp32; accepted: a finite one")
+        raise Invalid(f"{name}: the outer scale overflows fp32; accepted: a finite one")
     return outer
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import Refused
+from .errors import Invalid
 from .folder import INDEX, WEIGHTS
 
 SHARD = 4 << 30  # bytes
@@ -59,7 +59,7 @@ class Writer:
                 tempfile.mkdtemp(prefix=f".{self.target.name}.writing-", dir=self.target.absolute().parent)
             )
         except OSError as error:
-            raise Refused(f"{self.target}: cannot be written ({error.strerror}); accepted: a new folder") from None
+            raise Invalid(f"{self.target}: cannot be written ({error.strerror}); accepted: a new folder") from None
         os.chmod(self._aside, 0o755)
         self._lock = _locked(self._aside)
         return self
@@ -71,7 +71,7 @@ class Writer:
     def add(self, name: str, tensor: Tensor) -> None:
         """One tensor more. Raises Refused for a name that is there already."""
         if name in self._names:
-            raise Refused(f"{self.target}: tensor {name!r} would be written twice; accepted: names that differ")
+            raise Invalid(f"{self.target}: tensor {name!r} would be written twice; accepted: names that differ")
         if self._tensors and self._held + tensor.nbytes > self.shard:
             self._flush()
         self._names.add(name)
@@ -79,7 +79,7 @@ class Writer:
         self._held += tensor.nbytes
         self.bytes += tensor.nbytes
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None:
                 self._finish()
@@ -122,15 +122,15 @@ class Writer:
 def check_target(target: Path, overwrite: bool) -> None:
     """Raises Refused unless a checkpoint may be written there."""
     if not target.name:
-        raise Refused(f"{target}: not a name for a folder; accepted: a new or empty folder")
+        raise Invalid(f"{target}: not a name for a folder; accepted: a new or empty folder")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise Refused(f"{target}: not a folder; accepted: a new or empty folder")
+        raise Invalid(f"{target}: not a folder; accepted: a new or empty folder")
     if not target.is_dir() or not any(target.iterdir()):
         return
     if not any(target.glob("*.safetensors")):
-        raise Refused(f"{target}: holds other files; accepted: a new or empty folder, or a checkpoint with overwrite")
+        raise Invalid(f"{target}: holds other files; accepted: a new or empty folder, or a checkpoint with overwrite")
     if not overwrite:
-        raise Refused(f"{target}: holds a checkpoint; accepted: a new or empty folder, or this one with overwrite")
+        raise Invalid(f"{target}: holds a checkpoint; accepted: a new or empty folder, or this one with overwrite")
 
 
 def check_room(target: Path, needed: int) -> None:
@@ -139,7 +139,7 @@ def check_room(target: Path, needed: int) -> None:
     free = shutil.disk_usage(there).free
     if free < needed:
         what = f"needs {needed:,} bytes beside what is there, and the disk has {free:,} free"
-        raise Refused(f"{target}: {what}; accepted: a disk with room")
+        raise Invalid(f"{target}: {what}; accepted: a disk with room")
 
 
 def publish(aside: Path, target: Path, replaces: set[str] | None = None) -> None:
@@ -157,7 +157,7 @@ def publish(aside: Path, target: Path, replaces: set[str] | None = None) -> None
         _swap(aside, target)
         if _names(aside) != replaces:
             _swap(aside, target)
-            raise Refused(f"{target}: was changed while the new checkpoint was written; accepted: a folder at rest")
+            raise Invalid(f"{target}: was changed while the new checkpoint was written; accepted: a folder at rest")
         shutil.rmtree(aside, ignore_errors=True)
     else:
         try:
@@ -165,7 +165,7 @@ def publish(aside: Path, target: Path, replaces: set[str] | None = None) -> None
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise Refused(f"{target}: appeared while it was written; accepted: a new or empty folder") from None
+            raise Invalid(f"{target}: appeared while it was written; accepted: a new or empty folder") from None
     _sync(target.absolute().parent)
 
 

@@ -1,1 +1,1 @@
-"""The one style of reports: an HTML frame that loads nothing (page.py), line charts as inline SVG (chart.py)."""
+"""The style of all reports: an HTML page without external resources (page.py), and line charts as SVG (chart.py)."""

@@ -11,7 +11,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Line:
-    """A curve. `hue` is the number of a CSS variable --hue-N; `faint` is for noise behind the curve that counts."""
+    """A curve. `hue` is N of the CSS variable --hue-N; a `faint` curve is drawn thin, behind the others."""
 
     name: str
     points: Points
@@ -30,16 +30,16 @@ def chart(
     across: str = "step",
     log: bool = False,
 ) -> str:
-    """An SVG of that size in CSS pixels (it shrinks with its container).
+    """An SVG of that size in CSS pixels, which shrinks with its container.
 
     Args:
-        lines: the curves; empty ones are passed over.
-        label: what is drawn, for readers that do not see it.
-        unit: of the vertical axis.
-        top: where the vertical axis ends; curves above leave the picture. None: all of it.
-        zero: the axis includes 0, with a line there.
-        across: what the horizontal axis counts.
-        log: both axes are logarithmic; points that are not above zero are left out.
+        lines: the curves; empty ones are left out.
+        label: a description for screen readers.
+        unit: the unit of the vertical axis.
+        top: the end of the vertical axis, at which higher curves are cut; None: the largest value.
+        zero: whether the vertical axis includes 0, with a line there.
+        across: the quantity on the horizontal axis.
+        log: whether both axes are logarithmic; points that are not above zero are then left out.
     """
     if log:
         lines = [replace(line, points=[(x, y) for x, y in line.points if x > 0 and y > 0]) for line in lines]
@@ -93,7 +93,7 @@ def chart(
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """At most `most` + 1 round numbers in [low, high], 1, 2 or 5 · 10^n apart."""
+    """At most `most` + 1 round numbers in [low, high], at a distance of 1, 2 or 5 · 10^n."""
     raw = (high - low) / max(1, most)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
@@ -107,11 +107,11 @@ def decades(low: float, high: float) -> list[float]:
 
 
 def power(exponent: float) -> str:
-    """A logarithmic tick's text: 100, 0.01, 1e−6."""
+    """The text of a logarithmic tick: 100, 0.01, 1e−6."""
     return number(10**exponent) if abs(exponent) <= 3 else f"1e{number(exponent)}"
 
 
 def number(value: float) -> str:
-    """A tick's text: 0, 250, 2.5, −10."""
+    """The text of a tick: 0, 250, 2.5, −10."""
     written = f"{value:.10g}"
     return written.replace("-", "−")

@@ -1,7 +1,8 @@
-"""The frame of a report: one HTML file that loads nothing, light or dark as its reader prefers, from 360 pixels up."""
+"""The frame of a report: one HTML file without external resources, light or dark, for widths from 360 pixels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 STYLE = """
@@ -68,11 +69,12 @@ head.addEventListener("keydown",e=>{if(e.key==="Enter"||e.key===" "){e.preventDe
 """
 
 
-LONG, PROSE = 14, 40  # characters from which a cell takes a narrow page's width, and a column is set to the left
+Cell = str | tuple[str, float] | tuple[str, float, bool]  # of a table; see there
+LONG, PROSE = 14, 40  # longer cells fill a narrow page's width; columns with longer ones are left-aligned
 
 
 def page(title: str, parts: list[str]) -> str:
-    """The file. `parts` are HTML already."""
+    """The HTML file. `parts` are HTML, `title` is text."""
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style>"
@@ -83,23 +85,23 @@ def page(title: str, parts: list[str]) -> str:
 
 
 def soft(text: str) -> str:
-    """A remark."""
+    """A paragraph of small text."""
     return f'<p class="soft">{escape(text)}</p>'
 
 
 def pairs(values: dict) -> str:
-    """Names and values, one below the other."""
+    """A table of names and values."""
     rows = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>" for k, v in values.items())
     return f'<table class="pairs"><tbody>{rows}</tbody></table>'
 
 
-def table(headings: list[tuple[str, str]], rows: list[list], dots: list[int] | None = None) -> str:
+def table(headings: list[tuple[str, str]], rows: Sequence[Sequence[Cell]], dots: list[int] | None = None) -> str:
     """A sortable table that becomes a list of cards on a narrow page.
 
     Args:
         headings: (name, unit) of each column.
-        rows: cells, each a text, or (text, number to sort by), or (text, number, True) to stand out.
-        dots: for each row, the hue of a dot before its first cell.
+        rows: rows of cells: text, (text, number to sort by), or (text, number, whether it is highlighted).
+        dots: the hue of a dot before the first cell of each row.
     """
     longest = [max((len(_text(row[j])) for row in rows), default=0) for j in range(len(headings))]
     kinds = ["said" if j and n > PROSE else "long" if j and n > LONG else "" for j, n in enumerate(longest)]
@@ -124,12 +126,12 @@ def table(headings: list[tuple[str, str]], rows: list[list], dots: list[int] | N
     return f'<div class="scroll"><table class="rows sortable{dense}">{inside}</table></div>'
 
 
-def _text(cell) -> str:
+def _text(cell: Cell) -> str:
     return cell if isinstance(cell, str) else cell[0]
 
 
 def figure(charts: tuple[str, str], legend: list[tuple[int, str]]) -> str:
-    """A wide chart and a narrow one, of which a page shows what fits, and what the colours mean."""
+    """A (wide, narrow) pair of charts, of which the page shows the one that fits, with a legend (hue, name)."""
     wide, narrow = charts
     items = "".join(f"<li>{dot(hue)}{escape(name)}</li>" for hue, name in legend)
     both = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
@@ -137,5 +139,5 @@ def figure(charts: tuple[str, str], legend: list[tuple[int, str]]) -> str:
 
 
 def dot(hue: int) -> str:
-    """The colour of a curve, beside its name."""
+    """A dot in the colour of a curve."""
     return f'<span class="dot" style="background:var(--hue-{hue})"></span>'

@@ -10,7 +10,7 @@ import torch
 
 from fp4ext import Spec
 from fp4ext.audit.averaging import Interval, fit, t_quantile
-from fp4ext.audit.operand import measure
+from fp4ext.audit.operand import measured, observe
 from fp4ext.testing import generate
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measured" / "error.md"
@@ -82,7 +82,7 @@ def test_t_quantiles():
 )
 def test_bias_agrees_with_what_256_draws_measured(key, data):
     """The ratio that the law extrapolates from 32 draws, against B·err(mean of B)/err(1) of all 256."""
-    _, m = measure(x := generate(data, 64, 512, seed=2), Spec.parse(key), -1, "x", {"x": x})
+    _, m = measured([observe(x := generate(data, 64, 512, seed=2), Spec.parse(key), -1, "x", {"x": x})])
     ratio, wanted = m.law.ratio, float(table("B·err(mean of B)/err(1) at B = 256")[key, data])
     slack = 0.1 + 0.1 * wanted
     assert ratio.low - slack <= wanted <= ratio.high + slack, (ratio, wanted)
@@ -95,7 +95,9 @@ def test_bias_agrees_with_what_256_draws_measured(key, data):
     + ["nvfp4/sweep/eden/1x16/tensor/128x2"],
 )
 def test_error_agrees_with_the_law(key):
-    _, m = measure(x := generate("gaussian", 256, 1024, seed=1), Spec.parse(key), -1, "x", {"x": x}, draws=4)
+    _, m = measured(
+        [observe(x := generate("gaussian", 256, 1024, seed=1), Spec.parse(key), -1, "x", {"x": x}, draws=4)]
+    )
     wanted = table("Relative MSE ×1e3 on N(0, 1)")[key, "must be"]
     assert 1e3 * m.mse == pytest.approx(float(re.sub("–", "nan", wanted)), rel=0.02)
     if Spec.parse(key).needs_rng:

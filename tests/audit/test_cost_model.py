@@ -169,7 +169,7 @@ def test_what_cannot_be_priced_is_refused():
         machines.get("tpu")
     with pytest.raises(ValueError, match="efficiency is 2"):
         cost(LLAMA, "bf16", machines.get("b200"), efficiency=2)
-    with pytest.raises(ValueError, match="a token a chip"):
+    with pytest.raises(ValueError, match="one token per chip"):
         cost(LLAMA, "bf16", machines.get("b200"), gpus=8, batch_tokens=4)
 
 

@@ -8,7 +8,7 @@ from fp4ext import Spec, policies
 from fp4ext.audit import Monitor, advise, live, machines
 from fp4ext.audit.capture import bare, capture, layers_of, under
 from fp4ext.audit.layer import operands, products
-from fp4ext.audit.operand import measure
+from fp4ext.audit.operand import measured, observe
 from fp4ext.functional.grouped import grouped_quantize
 from fp4ext.nn.experts import Experts, grouped_linear
 from fp4ext.testing import assert_bytes_equal, generate
@@ -74,7 +74,7 @@ def test_a_contraction_with_padding_is_no_drift(rows):
     """Experts have any number of rows. What rotation puts into the padding of a block is a part of x too."""
     x = generate("gaussian", rows, 256, seed=3)
     spec = Spec("nvfp4", "sweep", "eden", rht="128x2")
-    _, m = measure(x, spec, -2, "x", {"x": x}, draws=24)
+    _, m = measured([observe(x, spec, -2, "x", {"x": x}, draws=24)])
     assert not m.law.drifts and m.mse == pytest.approx(7.2e-3, rel=0.15)
 
 
@@ -127,7 +127,7 @@ def test_an_exception_names_the_module(mixture, batches, monkeypatch):
     advice = advise(mixture, batches, machine=machines.get("gb300"), draws=3, tokens=16, most=12, budget=0.5)
     assert [pattern for pattern, _ in advice.policy.rules] == ["blocks.0.mlp.experts", "blocks.1.mlp.experts"]
     assert advice.policy.recipe("pretrain", "blocks.1.mlp.experts").dgrad.dy is None
-    assert advice.why["rules.0"].startswith("the backward of this layer stays BF16: under ")
+    assert advice.why["rules.0"].startswith("the backward of this layer stays in BF16: under ")
 
 
 def test_transformers_experts_are_audited(tmp_path):

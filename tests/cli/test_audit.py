@@ -103,7 +103,7 @@ def test_cost_of_a_run(run, capsys):
     for expected in (
         "binding:",
         "arithmetic",
-        "memory a chip",
+        "memory per chip",
         "dgrad",
         "exchange",
         "1 M tokens:",

@@ -448,7 +448,7 @@ def by_formula(codes: torch.Tensor, scales: np.ndarray, outer: np.ndarray, block
 
 
 @case("fp4ext", "nvfp4, mxfp4, mxfp8, mxfp8_e5m2", "numpy (the formula, fp64)", WRITES, "weights equal to 2^-22")
-def native(tmp: Path):
+def own_layout(tmp: Path):
     from safetensors.numpy import load_file
 
     torch.manual_seed(6)

@@ -170,9 +170,9 @@ def test_shards_and_index(tmp_path):
     one, many = load(tmp_path / "one"), load(tmp_path / "out")
     for name, w in one.items():
         same(many[name], w) if isinstance(w, QTensor) else assert_bytes_equal(many[name], w)
-    native = save(dense_model(), tmp_path / "native", "fp4ext", shard=8_000)
-    assert native.quantized["model.layers.0.odd.weight"] == "nvfp4"  # padded inside: only here
-    for name, w in load(tmp_path / "native").items():
+    report = save(dense_model(), tmp_path / "fp4ext", "fp4ext", shard=8_000)
+    assert report.quantized["model.layers.0.odd.weight"] == "nvfp4"  # padded inside: only here
+    for name, w in load(tmp_path / "fp4ext").items():
         if name != "model.layers.0.odd.weight":
             same(w, one[name]) if isinstance(w, QTensor) else assert_bytes_equal(w, one[name])
 
