@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from ..errors import Refused
 from ..nn.noise import SQRT3
 from ..policy import policy_file
 from ..policy.policy import Policy
@@ -145,17 +146,17 @@ def advise(
         name: of the policy.
 
     Raises:
-        ValueError: an unknown goal, a budget that is not above zero, no batches, a model without a layer to convert.
+        Refused: an unknown goal, a budget that is not above zero, no batches, a model without a layer to convert.
     """
     if goal not in GOALS:
-        raise ValueError(f"unknown goal {goal!r}; accepted: {', '.join(GOALS)}")
+        raise Refused(f"unknown goal {goal!r}; accepted: {', '.join(GOALS)}")
     if not budget > 0:
-        raise ValueError(f"budget is {budget}; accepted: a relative loss above 0, such as 0.01")
+        raise Refused(f"budget is {budget}; accepted: a relative loss above 0, such as 0.01")
     batches = list(batches)
     with under(model, "end_to_end") as converted:
         names = {n: module for n, module in layers_of(model).items() if module in converted.converted}
     if not names:
-        raise ValueError("the model has no layer to convert; accepted: a model with nn.Linear layers or experts")
+        raise Refused("the model has no layer to convert; accepted: a model with nn.Linear layers or experts")
     step = max(1, -(-len(names) // most))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

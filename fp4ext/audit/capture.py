@@ -20,6 +20,7 @@ from ..conversion.decision import Filter
 from ..conversion.in_place import Report as Converted
 from ..conversion.in_place import convert, restored
 from ..conversion.names import named_modules
+from ..errors import Refused
 from ..nn import transformers_experts
 from ..nn.dense import Linear, linear
 from ..nn.experts import Experts, grouped_linear
@@ -194,11 +195,11 @@ def capture(
         tokens: kept of each linear layer, spread evenly over the batches; of experts more, as there are more of them.
 
     Raises:
-        ValueError: no batch.
+        Refused: no batch.
     """
     batches = list(batches)
     if not batches:
-        raise ValueError("batches is empty; accepted: one or more batches")
+        raise Refused("batches is empty; accepted: one or more batches")
     modules, layers = dict(named_modules(model)), {}
     share = max(1, tokens // len(batches))
     look = _Look(share, dtype, torch.Generator().manual_seed(seed))

@@ -21,6 +21,7 @@ from torch import nn
 from ..conversion import described
 from ..conversion.decision import by_names_alone, decide
 from ..conversion.names import named_modules
+from ..errors import Refused
 from ..nn.transformers_experts import is_stacked, names_of_stacks, stack_of
 from ..policy import policies
 from ..policy.policy import Policy
@@ -121,16 +122,14 @@ class Shape:
         device.
 
         Raises:
-            ValueError: it cannot be read, or lacks a size; the message says which.
+            Refused: it cannot be read, or lacks a size; the message says which.
         """
         path = Path(source)
         file = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(file.read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{source}: cannot be read ({error}); accepted: a config.json with a model's sizes"
-            ) from None
+            raise Refused(f"{source}: cannot be read ({error}); accepted: a config.json with a model's sizes") from None
         model = described.causal(config)
         if model is not None:
             return cls._of(model, config.get("_name_or_path") or config["model_type"])
@@ -146,7 +145,7 @@ class Shape:
             if value is None and field_ in ("kv_heads", "head_dim"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{file}: {' or '.join(names)} is {value!r}; accepted: a whole number from {least}")
+                raise Refused(f"{file}: {' or '.join(names)} is {value!r}; accepted: a whole number from {least}")
             found[field_] = value
         return cls(**found)
 
@@ -322,16 +321,16 @@ def cost(
         efficiency: the share of the machine's figures that is reached.
 
     Raises:
-        ValueError: an unknown stage or policy, gpus or batch_tokens under 1, an efficiency outside (0, 1].
+        Refused: an unknown stage or policy, gpus or batch_tokens under 1, an efficiency outside (0, 1].
     """
     policy = policies.get(policy)
     check_stage(stage)
     decode = stage == "rl_sampler"
     batch_tokens = batch_tokens or (64 if decode else 8192 * gpus)
     if gpus < 1 or batch_tokens < gpus * (not decode):
-        raise ValueError(f"gpus is {gpus}, batch_tokens {batch_tokens}; accepted: at least 1, and a token a chip")
+        raise Refused(f"gpus is {gpus}, batch_tokens {batch_tokens}; accepted: at least 1, and a token a chip")
     if not 0 < efficiency <= 1:
-        raise ValueError(f"efficiency is {efficiency}; accepted: above 0, up to 1")
+        raise Refused(f"efficiency is {efficiency}; accepted: above 0, up to 1")
     t = batch_tokens if decode else batch_tokens // gpus
     sums: dict[str, list[Term]] = {}
     weights = saved = 0.0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import Refused
 from ..functional.quantization import quantize
 from ..policy.spec import Spec
 
@@ -51,14 +52,14 @@ def rounded(value: float, grid: tuple[float, ...] = E2M1_GRID, draws: int = 1000
     """Round a number on a grid, nearest and stochastically.
 
     Raises:
-        ValueError: a grid of fewer than two values, or that does not rise; a number or a grid that is not finite.
+        Refused: a grid of fewer than two values, or that does not rise; a number or a grid that is not finite.
     """
     if len(grid) < 2 or any(not a < b for a, b in zip(grid, grid[1:], strict=False)):
-        raise ValueError(f"grid is {', '.join(map(str, grid))}; accepted: two or more rising numbers, such as 3,4")
+        raise Refused(f"grid is {', '.join(map(str, grid))}; accepted: two or more rising numbers, such as 3,4")
     if not all(map(math.isfinite, (value, *grid))):
-        raise ValueError(f"value is {value}; accepted: a finite number on a finite grid")
+        raise Refused(f"value is {value}; accepted: a finite number on a finite grid")
     if draws < 1:
-        raise ValueError(f"draws is {draws}; accepted: a whole number from 1")
+        raise Refused(f"draws is {draws}; accepted: a whole number from 1")
     sign = -1.0 if value < 0 <= grid[0] else 1.0  # a grid of magnitudes serves both signs
     v = min(max(sign * value, grid[0]), grid[-1])
     place = max(i for i, g in enumerate(grid) if g <= v)
@@ -88,11 +89,11 @@ class Block:
 
 
 def block(values: list[float], spec: Spec, seed: int = 0) -> Block:
-    """Quantize some numbers as one block. Raises ValueError for more than a block holds, or a spec that rotates."""
+    """Quantize some numbers as one block. Raises Refused for more than a block holds, or a spec that rotates."""
     if not 1 <= len(values) <= spec.fmt.block:
-        raise ValueError(f"{len(values)} numbers; accepted: 1 to {spec.fmt.block}, a block of {spec.format}")
+        raise Refused(f"{len(values)} numbers; accepted: 1 to {spec.fmt.block}, a block of {spec.format}")
     if spec.rht != "none":
-        raise ValueError(f"spec is {spec}; accepted: one without an rht, whose images are of rotated values")
+        raise Refused(f"spec is {spec}; accepted: one without an rht, whose images are of rotated values")
     x = torch.tensor([values])
     q = quantize(x, spec, rng=seed)
     images = q.dequantize(torch.float32)

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..errors import Refused
+
 SAFE = {"local_files_only": True, "trust_remote_code": False}  # a folder's own code is never run, nor offered
 
 
@@ -25,16 +27,16 @@ def load(
         text: cut into windows of `context` tokens; bytes stand for tokens where the folder has no tokenizer.
 
     Raises:
-        ValueError: transformers is missing, or cannot load the folder; too little text.
+        Refused: transformers is missing, or cannot load the folder; too little text.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
-        raise ValueError(f"{folder}: a model folder needs transformers; accepted here: a run of pretrain") from None
+        raise Refused(f"{folder}: a model folder needs transformers; accepted here: a run of pretrain") from None
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **SAFE)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
+        raise Refused(
             f"{folder}: transformers cannot load it ({error}); accepted: config.json and safetensors"
         ) from None
     model.eval()
@@ -46,6 +48,6 @@ def load(
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % vocab
     need = batches * batch * context
     if len(tokens) < need:
-        raise ValueError(f"--data: {len(tokens)} tokens; accepted: text of {need} tokens or more")
+        raise Refused(f"--data: {len(tokens)} tokens; accepted: text of {need} tokens or more")
     windows = tokens[:need].view(batches, batch, context)
     return model, [{"input_ids": w, "labels": w} for w in windows]

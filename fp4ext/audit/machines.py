@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import Refused
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -92,7 +94,7 @@ MACHINES = {
 
 
 def get(name: str) -> Machine:
-    """The machine of that name. Raises ValueError, listing the names there are."""
+    """The machine of that name. Raises Refused, listing the names there are."""
     if name not in MACHINES:
-        raise ValueError(f"unknown machine {name!r}; accepted: {', '.join([*MACHINES, 'here'])}")
+        raise Refused(f"unknown machine {name!r}; accepted: {', '.join([*MACHINES, 'here'])}")
     return MACHINES[name]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..conversion.in_place import nothing_converted
+from ..errors import Refused
 from ..nn.noise import gradient_noise, weights
 from ..policy import policies as known
 from ..policy.policy import Policy
@@ -46,15 +47,15 @@ def measure(
         A Report.
 
     Raises:
-        ValueError: no batches, no policies, draws under 3, a policy that takes no layer of this model.
+        Refused: no batches, no policies, draws under 3, a policy that takes no layer of this model.
         TypeError: the loss is no scalar.
     """
     if draws < 3:
-        raise ValueError(f"draws is {draws}; accepted: from 3, to tell noise from drift")
+        raise Refused(f"draws is {draws}; accepted: from 3, to tell noise from drift")
     batches = list(batches)
     chosen = [known.get(policy) for policy in policies]
     if not chosen:
-        raise ValueError(f"policies is empty; accepted: one or more of {', '.join(known.names())}")
+        raise Refused(f"policies is empty; accepted: one or more of {', '.join(known.names())}")
     report = Report(
         facts={"draws": draws, "tokens": tokens, "batches": len(batches), "dtype": str(dtype).split(".")[-1]}
     )
@@ -65,7 +66,7 @@ def measure(
             names[policy.name] = [n for n, module in taken.items() if policy.recipe("pretrain", module).quantizes]
             report.left[policy.name] = converted.left
         if not names[policy.name] and policy.quantizes:
-            raise ValueError(nothing_converted(converted))
+            raise Refused(nothing_converted(converted))
     everything = list(dict.fromkeys(n for taken in names.values() for n in taken))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

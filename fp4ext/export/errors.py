@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
+from .. import errors
+
 MOST = 1000  # characters of a message
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-class Refused(ValueError):
+class Refused(errors.Refused):
     """An input that cannot be used. The message names the file and tensor, what it is, and what would be accepted."""
 
     def __init__(self, message: str):
