@@ -29,16 +29,10 @@ policies: {policies}
 """
 
 
-def add_pretrain(commands) -> None:
+def add_pretrain(p) -> None:
     from ..train import arm, presets
 
-    policies = ", ".join(arm.policy_names())
-    p = commands.add_parser(
-        "pretrain",
-        help="train one small transformer under several policies, side by side",
-        description=PRETRAIN,
-        epilog=PRETRAIN_EXAMPLES.format(policies=policies),
-    )
+    p.description, p.epilog = PRETRAIN, PRETRAIN_EXAMPLES.format(policies=", ".join(arm.policy_names()))
     # No default here: what was not given is None, so that --resume can tell it from what was.
     p.add_argument("--policies", metavar="A,B,…", type=names, help="the arms, comma-separated; names or files")
     p.add_argument(
@@ -70,7 +64,6 @@ def add_pretrain(commands) -> None:
     p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
     p.add_argument("--device", metavar="NAME", help="cpu or cuda (default: cpu)")
     add_where(p)
-    p.set_defaults(run=run_pretrain)
 
 
 def run_pretrain(args) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import Refused, Stopped
 from .arguments import fail, terminal
 
 
@@ -56,7 +57,7 @@ class Job:
         if given:
             names = ", ".join("--from" if name == "source" else f"--{name.replace('_', '-')}" for name in given)
             alone = f"--resume alone, which goes on as the run began (and --{but}, where that is a file)"
-            fail(f"{names} beside --resume; accepted: {alone}")
+            raise Refused(f"{names} beside --resume; accepted: {alone}")
 
 
 def _code(args) -> list[str]:
@@ -72,7 +73,6 @@ def carried_out(work, job: Job, table) -> int:
 
     table: prints the result; may return another exit code than 0.
     """
-    from ..train import Refused, Stopped
     from ..train.run import CONFIG
 
     def again() -> str:
@@ -81,8 +81,6 @@ def carried_out(work, job: Job, table) -> int:
 
     try:
         result = work()
-    except Refused as error:
-        fail(str(error))
     except Stopped as error:
         fail(f"{error}; once there is room: {again()}", code=1)
     except KeyboardInterrupt:

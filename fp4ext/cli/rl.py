@@ -32,13 +32,8 @@ arms:
 """
 
 
-def add_rl(commands) -> None:
-    p = commands.add_parser(
-        "rl",
-        help="reinforce a pretrained model on a task, sampling in 4 bits",
-        description=RL,
-        epilog=RL_EXAMPLES,
-    )
+def add_rl(p) -> None:
+    p.description, p.epilog = RL, RL_EXAMPLES
     p.add_argument("--from", metavar="RUN", dest="source", help="a pretraining run (default: make one first)")
     p.add_argument("--task", metavar="NAME", help="arithmetic, or FILE.py (default: what the run learned)")
     p.add_argument("--arms", metavar="A,B,…", type=names, help="comma-separated (default: bf16,mismatched,matched)")
@@ -58,7 +53,6 @@ def add_rl(commands) -> None:
     p.add_argument("--save-every", metavar="N", type=count, help="steps between checkpoints (default: 10)")
     p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
     add_where(p)
-    p.set_defaults(run=run_rl)
 
 
 def run_rl(args) -> int:

@@ -9,9 +9,9 @@ for row in result.rows: print(row.policy, row.final_loss, row.gap)
 
 import importlib
 
+from ..errors import Refused, Stopped
 from ..extras import train as _packages  # noqa: F401  (first: an ImportError that names the extra)
 from .config import Config
-from .errors import Refused, Stopped
 from .presets import PRESETS, Preset, Shape
 from .pretraining import pretrain, resume
 from .result import Result, Row

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 import fp4ext
+from fp4ext.errors import Refused
 from fp4ext.policy import policy_file
 
 from . import arm, bf16, inkling2, presets, task, typed
 from .data import TASK, is_task
-from .errors import Refused
 from .presets import Preset, whole
 
 RUN = "config.json: run"  # what messages call the configuration in that file
@@ -144,7 +144,7 @@ def own_policy(option: str, path: str, known: Sequence[str]) -> fp4ext.Policy:
     """
     try:
         loaded = policy_file.load(path)
-    except ValueError as error:
+    except Refused as error:
         raise Refused(f"{option}: {error}") from None
     if loaded.name in known or not re.fullmatch(r"[\w.-]+", loaded.name):
         raise Refused(

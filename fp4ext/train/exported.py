@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from fp4ext import Policy, export
+from fp4ext.errors import Refused
 from fp4ext.export import Checkpoint
 from fp4ext.policy import policies, policy_file
 
 from . import cache, checkpoint, inkling2, invariant, run
 from .config import Config
-from .errors import Refused
 from .model import Rope, Transformer
 from .presets import Shape
 from .rl import models

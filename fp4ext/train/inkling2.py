@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import fp4ext
+from fp4ext.errors import Refused
 from fp4ext.nn import transformers_experts
 
 from . import bf16
-from .errors import Refused
 from .presets import Shape
 
 LEAST = (5, 24)

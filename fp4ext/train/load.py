@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
+from fp4ext.errors import Refused
+
 from . import data, run
 from . import task as tasks
 from .config import Config
-from .errors import Refused
 from .model import Transformer
 
 

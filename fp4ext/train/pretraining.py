@@ -15,11 +15,12 @@ from pathlib import Path
 
 import torch
 
+from fp4ext.errors import Refused
+
 from . import data, report, result, run
 from .arm import Arm
 from .config import Config, agree, command, compare, facts, tell_changes
 from .display import Silent
-from .errors import Refused
 from .interrupt import Interrupts
 from .result import Result
 

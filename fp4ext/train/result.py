@@ -10,8 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from fp4ext.errors import Refused
+
 from . import digest
-from .errors import Refused
 
 
 @dataclass(frozen=True)

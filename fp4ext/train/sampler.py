@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import fp4ext
+from fp4ext.errors import Refused
 
 from .cache import Past, Store
-from .errors import Refused
 from .model import Transformer
 
 

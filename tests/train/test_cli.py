@@ -151,6 +151,23 @@ def test_ctrl_c_before_the_first_checkpoint_recommends_what_works(tmp_path, text
         assert main([*begin, "--out", str(out)]) == 0
 
 
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["pretrian"], []])
+def test_what_needs_no_torch_imports_none(argv):
+    command = [sys.executable, "-X", "importtime", "-m", "fp4ext", *argv]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == (0 if argv and argv[0].startswith("--") else 2)
+    imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()}
+    assert "fp4ext.cli" in imported and not imported & {"torch", "numpy", "rich", "safetensors"}
+
+
+@pytest.mark.parametrize("error", [ValueError("accepted: nothing, policies: none"), TypeError("a fault")])
+def test_an_error_of_our_own_keeps_its_traceback(monkeypatch, error):
+    """Whatever words its message has: only Refused is a person's error."""
+    monkeypatch.setattr("fp4ext.backends", lambda: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error), match=str(error)):
+        main(["backends"])
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])

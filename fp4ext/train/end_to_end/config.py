@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from fp4ext.errors import Refused
+
 from .. import presets, task, typed
 from ..config import RUN, check_names
 from ..config import Config as PretrainConfig
 from ..data import TASK
-from ..errors import Refused
 from ..presets import Preset
 from ..rl import Config as RlConfig
 

@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp4ext import export
+from fp4ext.errors import Refused
 
 from .. import checkpoint, digest, disk, exported, inkling2, run, task
 from ..config import facts, tell_changes
-from ..errors import Refused
 from ..interrupt import Interrupts
 from ..pretraining import Result as Pretrained
 from ..pretraining import pretrain

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 import fp4ext
+from fp4ext.errors import Refused
 from fp4ext.policy import policy_file
 
 from .. import cache, task, typed
 from ..arm import policy_names
 from ..checkpoint import MOST
 from ..config import RUN, check_names, own_policy
-from ..errors import Refused
 from ..presets import whole
 from . import arms, grpo
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from torch import Tensor
 
 import fp4ext
+from fp4ext.errors import Refused
 
 from .. import presets, run, task
 from ..config import Config as PretrainConfig
 from ..config import facts, tell_changes
 from ..data import TASK, is_task
 from ..display import Silent
-from ..errors import Refused
 from ..interrupt import Interrupts
 from ..presets import Preset
 from ..pretraining import Result as Pretrained
