@@ -23,7 +23,7 @@ from fp4ext.audit.operand import measure
 from fp4ext.testing import generate
 from fp4ext.train import Preset, data
 from fp4ext.train import Shape as ModelShape
-from fp4ext.train.arm import Arm
+from fp4ext.train.pretraining.arm import Arm
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "tour"

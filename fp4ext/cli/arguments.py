@@ -32,11 +32,10 @@ class Command(Parser):
     def parse_known_args(self, args=None, namespace=None):
         try:
             from ..extras import train as _packages  # noqa: F401
-
-            module = importlib.import_module(f"fp4ext.cli.{self.file}")
-            getattr(module, f"add_{self.verb}")(self)
         except ImportError as error:
             fail(f"{error}; the command line needs all: pip install 'fp4ext[all]'")
+        module = importlib.import_module(f"fp4ext.cli.{self.file}")
+        getattr(module, f"add_{self.verb}")(self)
         self.set_defaults(run=getattr(module, f"run_{self.verb}"))
         return super().parse_known_args(args, namespace)
 

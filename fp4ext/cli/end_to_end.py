@@ -26,7 +26,7 @@ the run directory: pretrain/ and rl/ are runs of those commands; checkpoint/ is 
 
 
 def add_end_to_end(p) -> None:
-    from ..train import presets
+    from ..train.runs import presets
 
     p.description, p.epilog = END_TO_END, EXAMPLES
     ours = [name for name, preset in presets.PRESETS.items() if preset.model == "transformer"]

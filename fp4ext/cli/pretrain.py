@@ -30,7 +30,8 @@ policies: {policies}
 
 
 def add_pretrain(p) -> None:
-    from ..train import arm, presets
+    from ..train.pretraining import arm
+    from ..train.runs import presets
 
     p.description, p.epilog = PRETRAIN, PRETRAIN_EXAMPLES.format(policies=", ".join(arm.policy_names()))
     # No default here: what was not given is None, so that --resume can tell it from what was.
@@ -69,8 +70,8 @@ def add_pretrain(p) -> None:
 def run_pretrain(args) -> int:
     """The `pretrain` command."""
     from .. import train
-    from ..train import display, presets
-    from ..train.config import ADJUSTABLE
+    from ..train.pretraining.config import ADJUSTABLE
+    from ..train.runs import display, presets
 
     job = Job.of(args, display)
 

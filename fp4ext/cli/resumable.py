@@ -73,7 +73,7 @@ def carried_out(work, job: Job, table) -> int:
 
     table: prints the result; may return another exit code than 0.
     """
-    from ..train.run import CONFIG
+    from ..train.runs.directory import CONFIG
 
     def again() -> str:
         """A command that is not refused: with config.json there is a run to go on with."""

@@ -23,8 +23,8 @@ from torch import Tensor
 import fp4ext
 from fp4ext.errors import Refused
 
-from .cache import Past, Store
-from .model import Transformer
+from .models.cache import Past, Store
+from .models.transformer import Transformer
 
 
 @dataclass(frozen=True)

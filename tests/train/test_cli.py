@@ -135,7 +135,7 @@ def test_lines_reach_a_pipe_while_the_run_goes_on(tmp_path, text):
         process.communicate()
 
 
-@pytest.mark.parametrize("at", ["data.load", "arm.Arm.__init__", "run.Run.save"])
+@pytest.mark.parametrize("at", ["data.load", "pretraining.arm.Arm.__init__", "runs.directory.Run.save"])
 def test_ctrl_c_before_the_first_checkpoint_recommends_what_works(tmp_path, text, monkeypatch, capsys, at):
     """At every moment the command that is named goes on or begins again."""
     out, begin = tmp_path / "run", ["pretrain", *options(text, 1)]
@@ -143,7 +143,7 @@ def test_ctrl_c_before_the_first_checkpoint_recommends_what_works(tmp_path, text
         patch.setattr(f"fp4ext.train.{at}", lambda *given, **more: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main([*begin, "--out", str(out)]) == 130
     said = capsys.readouterr().err
-    if at == "run.Run.save":
+    if at == "runs.directory.Run.save":
         assert said.endswith(f"python -m fp4ext pretrain --resume {out}\n")
         assert main(["pretrain", "--resume", str(out)]) == 0
     else:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from fp4ext.errors import Refused
 
-from .. import presets, task, typed
-from ..config import RUN, check_names
-from ..config import Config as PretrainConfig
+from .. import task
 from ..data import TASK
-from ..presets import Preset
+from ..pretraining.config import Config as PretrainConfig
+from ..pretraining.config import check_names
 from ..rl import Config as RlConfig
+from ..runs import presets, typed
+from ..runs.config import RUN
+from ..runs.presets import Preset
 
 
 @dataclass(frozen=True)

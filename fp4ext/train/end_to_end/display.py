@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from .. import display
-from ..display import clock, say
 from ..rl import display as rl_display
+from ..runs import display
+from ..runs.display import clock, say
 from .result import Result
 from .words import CHECKED, TITLES, rows
 

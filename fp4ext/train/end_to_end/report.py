@@ -7,11 +7,11 @@ from pathlib import Path
 
 from fp4ext.pages.page import page, pairs, soft, table
 
-from .. import disk
-from .. import report as pretrain_report
-from ..display import clock
 from ..rl import report as rl_report
-from ..run import read_config, read_metrics
+from ..runs import disk
+from ..runs import report as pretrain_report
+from ..runs.directory import read_config, read_metrics
+from ..runs.display import clock
 from .result import Result
 from .words import outcome, rows
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from fp4ext.errors import Refused
 from fp4ext.export import Checkpoint
 
-from .. import digest
 from ..pretraining import Result as Pretrained
 from ..rl import Result as Reinforced
+from ..runs import digest
 
 STAGES = ("pretrain", "rl", "export", "reload")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from .. import display
-from ..display import clock, headline, say
+from ..runs import display
+from ..runs.display import clock, headline, say
 from .result import Result, Row
 
 MEASURES = ("critic/rewards/mean", "rollout_corr/mean_abs_d", "rollout_corr/rollout_is_eff_sample_size", "seconds")

@@ -8,8 +8,8 @@ from pathlib import Path
 from fp4ext.pages.chart import Line, chart
 from fp4ext.pages.page import figure, page, pairs, soft, table
 
-from .. import disk
-from ..run import read_config, read_metrics
+from ..runs import disk
+from ..runs.directory import read_config, read_metrics
 from .display import HEADINGS, cells
 from .result import Result
 

@@ -9,11 +9,12 @@ import torch
 import fp4ext
 from fp4ext.cli import main
 from fp4ext.train import Config as PretrainConfig
-from fp4ext.train import Refused, Shape, checkpoint, presets, pretrain
-from fp4ext.train.model import Transformer
+from fp4ext.train import Refused, Shape, pretrain
+from fp4ext.train.models.transformer import Transformer
 from fp4ext.train.rl import Config, arms, reinforce, resume
 from fp4ext.train.rl.learner import Learner
 from fp4ext.train.rl.loop import Start, _with_task
+from fp4ext.train.runs import checkpoint, presets
 
 from ..conftest import MICRO, InterruptAt
 

@@ -12,9 +12,9 @@ from fp4ext.pages.chart import Line, chart
 from fp4ext.pages.page import dot, figure, page, pairs, soft
 
 from . import disk
+from .directory import read_config, read_metrics
 from .display import cells
 from .result import Result
-from .run import read_config, read_metrics
 
 HEADINGS = (  # name, unit, and both for a narrow page
     ("policy", "", ""),
