@@ -56,7 +56,7 @@ def run_end_to_end(args) -> int:
     from ..train import end_to_end
     from ..train.end_to_end import display
 
-    job = Job.of(args, display)
+    job = Job.of(args, display.Bars, display.Lines)
 
     def work():
         if not args.resume:

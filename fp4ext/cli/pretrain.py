@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .arguments import count, names, rate, seed
 from .resumable import Job, add_where, carried_out
 
@@ -71,9 +73,10 @@ def run_pretrain(args) -> int:
     """The `pretrain` command."""
     from .. import train
     from ..train.pretraining.config import ADJUSTABLE
+    from ..train.pretraining.view import VIEW
     from ..train.runs import display, presets
 
-    job = Job.of(args, display)
+    job = Job.of(args, partial(display.Bars, VIEW), partial(display.Lines, VIEW))
 
     def work():
         if args.resume:
@@ -84,4 +87,4 @@ def run_pretrain(args) -> int:
         options = {name: job.given[name] for name in own if name in job.given}
         return train.pretrain(train.Config(preset, **options), job.out, show=job.show)
 
-    return carried_out(work, job, lambda result: display.final_table(result, job.console))
+    return carried_out(work, job, lambda result: display.final_table(VIEW, result, job.console))

@@ -38,14 +38,14 @@ class Job:
     given: dict
 
     @classmethod
-    def of(cls, args, display) -> Job:
-        """display: a module with Bars and Lines."""
+    def of(cls, args, bars, lines) -> Job:
+        """bars: (console) → the display for a terminal; lines: () → that for everything else."""
         console = terminal()
         out = Path(args.resume or args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
         own = ("command", "run", "resume", "out")
         return cls(
             console,
-            display.Bars(console) if console.is_terminal else display.Lines(),
+            bars(console) if console.is_terminal else lines(),
             out,
             " ".join([f"python -m fp4ext {args.command} --resume {shlex.quote(str(out))}", *_code(args)]),
             {name: value for name, value in vars(args).items() if value is not None and name not in own},

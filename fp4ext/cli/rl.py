@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .arguments import count, names, real, seed
 from .resumable import Job, add_where, carried_out
 
@@ -58,9 +60,10 @@ def add_rl(p) -> None:
 def run_rl(args) -> int:
     """The `rl` command."""
     from ..train import rl
-    from ..train.rl import display
+    from ..train.rl.view import VIEW
+    from ..train.runs import display
 
-    job = Job.of(args, display)
+    job = Job.of(args, partial(display.Bars, VIEW), partial(display.Lines, VIEW))
 
     def work():
         if not args.resume:
@@ -68,4 +71,4 @@ def run_rl(args) -> int:
         job.nothing_beside_resume(but="task")
         return rl.resume(job.out, show=job.show, task_file=args.task)
 
-    return carried_out(work, job, lambda result: display.final_table(result, job.console))
+    return carried_out(work, job, lambda result: display.final_table(VIEW, result, job.console))

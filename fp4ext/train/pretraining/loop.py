@@ -11,6 +11,7 @@ because everything that a step depends on is in the checkpoint or is a function 
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,11 +22,12 @@ from .. import data
 from ..runs import directory, report
 from ..runs.config import compare, tell_changes
 from ..runs.display import Silent
-from ..runs.interrupt import Interrupts
+from ..runs.loop import advance
 from . import result
 from .arm import Arm
 from .config import Config, agree, command, facts
 from .result import Result
+from .view import VIEW
 
 
 def pretrain(config: Config, out: str | Path, show=None, tensorboard: bool = True) -> Result:
@@ -34,7 +36,7 @@ def pretrain(config: Config, out: str | Path, show=None, tensorboard: bool = Tru
     Args:
         config: what to train.
         out: the run directory; new or empty.
-        show: a display (fp4ext.train.display); none: silent.
+        show: a display (runs/display.py); none: silent.
         tensorboard: also write TensorBoard events, if it is installed.
 
     Returns:
@@ -96,6 +98,19 @@ def _train(
             mean = float(a.evaluate(*windows, step).mean())
             line["valid_loss"] = mean if math.isfinite(mean) else None
 
+    def take(step: int) -> list[dict]:
+        batch = corpus.batch(config.seed, step, p.batch, p.shape.context)
+        lines, done = [a.step(*batch, step) for a in arms], step + 1
+        evaluated = done % p.eval_every == 0 or done == p.steps
+        if evaluated:
+            evaluate(lines, done)
+        for line in lines:
+            for warning in line.get("warnings", ()):
+                show.note(f"{line['policy']}: {warning}")
+        if evaluated or done % p.log_every == 0 or any("stats" in line for line in lines):
+            run.log(lines)
+        return lines
+
     if not tensorboard:
         run.without_tensorboard()
     try:
@@ -109,24 +124,9 @@ def _train(
             evaluate(lines, 0)
             run.log(lines)
             show.step(0, lines)
-        with Interrupts(show.note) as stop:
-            for step in range(start, p.steps):
-                batch = corpus.batch(config.seed, step, p.batch, p.shape.context)
-                lines = [a.step(*batch, step) for a in arms]
-                done = step + 1
-                evaluated = done % p.eval_every == 0 or done == p.steps
-                if evaluated:
-                    evaluate(lines, done)
-                for line in lines:
-                    for warning in line.get("warnings", ()):
-                        show.note(f"{line['policy']}: {warning}")
-                if evaluated or done % p.log_every == 0 or any("stats" in line for line in lines):
-                    run.log(lines)
-                show.step(done, lines)
-                if done % p.save_every == 0 or done == p.steps or stop.signal:
-                    run.save(done, arms)
-                if stop.signal and done < p.steps:
-                    return Result(run.path, finished=False, step=done, signal=stop.signal)
+        done, signal = advance(run, arms, range(start, p.steps), p.save_every, take, show)
+        if done < p.steps:
+            return Result(run.path, finished=False, step=done, signal=signal)
         return _finish(run, config, corpus, arms, show)
     finally:
         show.close()
@@ -149,7 +149,7 @@ def _finish(run: directory.Run, config: Config, corpus: data.Corpus, arms: list[
     )
     rows = result.table(arms, losses, directory.read_metrics(run.path))
     done = Result(run.path, finished=True, step=p.steps, rows=rows)
-    directory.finish(run, done, report.write)
+    directory.finish(run, done, partial(report.write, VIEW))
     return done
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -26,15 +27,17 @@ from ..pretraining.config import Config as PretrainConfig
 from ..pretraining.config import facts
 from ..pretraining.loop import pretrain
 from ..pretraining.loop import resume as resume_pretraining
-from ..runs import directory, presets
+from ..pretraining.view import VIEW as PRETRAINING
+from ..runs import directory, presets, report
 from ..runs.config import tell_changes
 from ..runs.display import Silent
-from ..runs.interrupt import Interrupts
+from ..runs.loop import advance
 from ..runs.presets import Preset
-from . import grpo, report, result
+from . import grpo, result
 from .config import Config, command
 from .learner import Learner
 from .result import Result
+from .view import VIEW
 
 DEFAULT_TASK = "arithmetic"
 START = "task"  # the preset of the pretraining that comes first where no run is given
@@ -46,7 +49,7 @@ def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = Tr
     Args:
         config: from where, on what, how.
         out: the run directory; new or empty.
-        show: a display (fp4ext.train.rl.display); none: silent.
+        show: a display (runs/display.py); none: silent.
         tensorboard: also write TensorBoard events, if it is installed.
 
     Returns:
@@ -169,7 +172,7 @@ def _pretrained(path: Path, config: Config, show) -> Start | Result:
     )
     if not (path / "result.json").exists():
         show.note(f"no --from: pretraining a model on the text of {config.task} first, in {path}")
-        bars = show.pretraining()
+        bars = show.of(PRETRAINING)
         done = directory.carry_on(
             path,
             Pretrained.read,
@@ -187,6 +190,14 @@ def _train(run: directory.Run, config: Config, learners: list[Learner], start: i
         run.log(lines)
         show.step(step, lines)
 
+    def take(step: int) -> list[dict]:
+        lines = [a.step(step) for a in learners]
+        for line in lines:
+            if alarming := grpo.alarms(line):
+                line["alarms"] = alarming
+        run.log(lines)
+        return lines
+
     if not tensorboard:
         run.without_tensorboard()
     try:
@@ -194,27 +205,16 @@ def _train(run: directory.Run, config: Config, learners: list[Learner], start: i
         if start == 0:
             run.save(0, learners)
             evaluate(0)
-        with Interrupts(show.note) as stop:
-            for step in range(start, config.steps):
-                lines = [a.step(step) for a in learners]
-                for line in lines:
-                    alarming = grpo.alarms(line)
-                    if alarming:
-                        line["alarms"] = alarming
-                run.log(lines)
-                done = step + 1
-                show.step(done, lines)
-                if done % config.save_every == 0 or done == config.steps or stop.signal:
-                    run.save(done, learners)
-                if stop.signal and done < config.steps:
-                    return Result(run.path, finished=False, step=done, signal=stop.signal)
+        done, signal = advance(run, learners, range(start, config.steps), config.save_every, take, show)
+        if done < config.steps:
+            return Result(run.path, finished=False, step=done, signal=signal)
         evaluate(config.steps)
     finally:
         show.close()
     bits = {a.policy: _weight_bits(a) for a in learners}
     rows = result.table(bits, directory.read_metrics(run.path))
     done = Result(run.path, finished=True, step=config.steps, rows=rows)
-    directory.finish(run, done, report.write)
+    directory.finish(run, done, partial(report.write, VIEW))
     return done
 
 

@@ -241,6 +241,6 @@ def test_without_a_start_it_makes_one(task, tmp_path, monkeypatch):
     out = tmp_path / "rl"
     config = small(task, arms=["matched"], steps=2)
     show = InterruptAt(4)
-    show.pretraining = lambda: show
+    show.of = lambda view: show
     assert not reinforce(config, out, show).finished and not (out / "start" / "result.json").exists()
     assert resume(out, task_file=task).finished and (out / "start" / "report.html").exists()
