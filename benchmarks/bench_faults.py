@@ -22,8 +22,8 @@ from fp4ext.audit.operand import measured, observe
 from fp4ext.audit.report import SATURATION, UNDERFLOW
 from fp4ext.testing import generate
 from fp4ext.train import Preset, Shape, data
-from fp4ext.train.arm import Arm
-from fp4ext.train.model import Transformer
+from fp4ext.train.models.transformer import Transformer
+from fp4ext.train.pretraining.arm import Arm
 
 SEEDS = (101, 102, 103)
 DENSE = Preset(

@@ -5,7 +5,8 @@
 A layer's time is a forward and a backward with all gradients, quantization included, under BF16 autocast with fp32
 master weights; torch's own is nn.Linear (for experts, a loop of them) under the same autocast, and in fp32, since
 autograd's BF16 products are very slow on a CPU without BF16 instructions. A step is one update of the reference run's
-preset, where BF16 products go through the fp32 units on such a CPU (fp4ext/train/bf16.py): the ratio that counts there.
+preset, where BF16 products go through the fp32 units on such a CPU (fp4ext/train/models/products.py): the ratio that
+counts there.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from timing import best_times, parser, publish, show, write_rows
 from torch import nn
 
 import fp4ext
-from fp4ext.train import presets
-from fp4ext.train.arm import Arm
+from fp4ext.train.pretraining.arm import Arm
+from fp4ext.train.runs import presets
 
 LAYERS = {"linear": (512, 1024, 2048), "linear, few tokens": (64, 1024, 2048)}
 QUICK_LAYERS = {"linear": (128, 256, 512)}

@@ -17,7 +17,7 @@ from timing import parser, publish, show, write_rows
 
 from fp4ext.audit.live import NOISE_EVERY
 from fp4ext.train import PRESETS, data
-from fp4ext.train.arm import Arm
+from fp4ext.train.pretraining.arm import Arm
 
 KINDS = {"plain": (10**9, 0), "watched": (1, 0), "watched, with the √3 ratio": (1, 1)}  # every, looks so far
 

@@ -1,7 +1,8 @@
 """The command line: it parses and prints; what it does is in fp4ext.train, export and audit, usable from Python.
 
-A file a group of commands. Exit codes: 0 done · 2 an input was refused, nothing was computed or overwritten · 1 the
-machine gave out (a full disk) · 130 Ctrl-C, 143 SIGTERM: saved, and said how to go on.
+COMMANDS names the file of each command, which is imported when the command is given: `--help` imports no torch. Exit
+codes: 0 done · 2 an input was refused, nothing was computed or overwritten · 1 the machine failed (a full disk, say) ·
+130 Ctrl-C, 143 SIGTERM: the run was saved, and a line says how to resume it.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .arguments import Parser, fail
-from .audit import add_audit, add_cost, add_explain
-from .backends import add_backends
-from .checkpoints import add_convert, add_export, add_inspect
-from .end_to_end import add_end_to_end
-from .pretrain import add_pretrain
-from .rl import add_rl
+from ..errors import Refused
+from .arguments import Command, Parser, fail
 
-
-def version() -> str:
-    """That of the package."""
-    from .. import __version__
-
-    return __version__
-
+COMMANDS = {  # name: (file with its options `add_…` and its work `run_…`, one line of help)
+    "pretrain": ("pretrain", "train one small transformer under several policies, side by side"),
+    "rl": ("rl", "reinforce a pretrained model on a task, sampling in 4 bits"),
+    "end-to-end": ("end_to_end", "pretrain, reinforce, export and read back, all in 4 bits"),
+    "export": ("checkpoints", "a 4-bit checkpoint that others read"),
+    "inspect": ("checkpoints", "what a checkpoint holds, and what is wrong with it"),
+    "convert-checkpoint": ("checkpoints", "a checkpoint in another layout"),
+    "audit": ("audit", "tell noise from drift in a model, and propose a policy"),
+    "cost": ("audit", "what training or sampling a model takes on a machine, and which term binds"),
+    "explain": ("audit", "what rounding does to a number, once and a thousand times"),
+    "backends": ("backends", "what this machine can run, and why not the rest"),
+}
 
 EXAMPLES = """\
 python -m fp4ext pretrain                    train a small transformer in BF16 and in 4 bits, side by side
@@ -36,8 +37,15 @@ python -m fp4ext explain 3.2 --grid 3,4      what rounding does once, and a thou
 python -m fp4ext export runs/mine out        a run, or any BF16 checkpoint, as a 4-bit checkpoint that others read
 python -m fp4ext inspect out                 its layout, formats, bits, scales and faults
 python -m fp4ext convert-checkpoint out new --layout modelopt
-python -m fp4ext backends                    what this machine has, and why not the others
+python -m fp4ext backends                    what this machine can run, and why not the rest
 """
+
+
+def version() -> str:
+    """The package's version."""
+    from .. import __version__
+
+    return __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,23 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="examples:\n" + EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"fp4ext {version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for add in (
-        add_pretrain,
-        add_rl,
-        add_end_to_end,
-        add_export,
-        add_inspect,
-        add_convert,
-        add_audit,
-        add_cost,
-        add_explain,
-        add_backends,
-    ):
-        try:
-            add(commands)
-        except ImportError as error:
-            fail(f"{error}; the command line needs all: pip install 'fp4ext[all]'")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Command)
+    for name, (file, text) in COMMANDS.items():
+        commands.add_parser(name, help=text, file=file, verb=name.replace("-", "_"))
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
@@ -74,7 +68,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    except ValueError as error:
-        if not any(word in str(error) for word in ("accepted", "policies:", "formats:")):
-            raise  # a fault of ours, not an input that was refused
+    except Refused as error:
         fail(str(error))

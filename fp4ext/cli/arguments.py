@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 
@@ -15,6 +16,28 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         fail(f"{message} (see {self.prog} --help)")
+
+
+class Command(Parser):
+    """The parser of one command. Its file is imported, and adds the options, when the command is given.
+
+    Args:
+        file, verb: the module of fp4ext.cli with the functions add_<verb>(parser) and run_<verb>(args).
+    """
+
+    def __init__(self, file: str, verb: str, **kwargs):
+        super().__init__(**kwargs)
+        self.file, self.verb = file, verb
+
+    def parse_known_args(self, args=None, namespace=None):
+        try:
+            from ..extras import train as _packages  # noqa: F401
+        except ImportError as error:
+            fail(f"{error}; the command line needs all: pip install 'fp4ext[all]'")
+        module = importlib.import_module(f"fp4ext.cli.{self.file}")
+        getattr(module, f"add_{self.verb}")(self)
+        self.set_defaults(run=getattr(module, f"run_{self.verb}"))
+        return super().parse_known_args(args, namespace)
 
 
 def fail(message: str, code: int = 2):

@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..errors import Refused
 from .arguments import count, number, numbers, share
 
 FEW_DRAWS = 32  # docs/audit.md
@@ -49,12 +50,10 @@ examples:
 """
 
 
-def add_audit(commands) -> None:
+def add_audit(p) -> None:
     from ..audit.advice import GOALS
 
-    p = commands.add_parser(
-        "audit", help="tell noise from drift in a model, and propose a policy", description=AUDIT, epilog=AUDIT_EXAMPLES
-    )
+    p.description, p.epilog = AUDIT, AUDIT_EXAMPLES
     p.add_argument(
         "model", metavar="RUN|FOLDER", help="a run of pretrain or end-to-end, or a model folder of transformers"
     )
@@ -72,7 +71,6 @@ def add_audit(commands) -> None:
     p.add_argument("--tokens", metavar="N", type=count, default=512, help="measured of each layer (default: 512)")
     p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: the run's)")
     p.add_argument("--out", metavar="DIR", help="where the report goes (default: RUN/audit, or audit-<date>)")
-    p.set_defaults(run=run_audit)
 
 
 def run_audit(args) -> int:
@@ -131,18 +129,14 @@ def _written_to(out: Path):
     try:
         yield
     except OSError as error:
-        raise _refused(
-            f"--out {out}: cannot be written ({error.strerror}); accepted: a directory to write to"
-        ) from None
+        raise Refused(f"--out {out}: cannot be written ({error.strerror}); accepted: a directory to write to") from None
 
 
-def add_cost(commands) -> None:
+def add_cost(p) -> None:
     from ..audit import machines
     from ..policy.stages import STAGES
 
-    p = commands.add_parser(
-        "cost", help="what training or sampling a model takes on a machine, and which term binds", epilog=COST_EXAMPLES
-    )
+    p.epilog = COST_EXAMPLES
     p.add_argument("--model", metavar="CONFIG", required=True, help="a config.json, a folder with one, or a run")
     p.add_argument("--policy", metavar="NAME", default="end_to_end", help="a name or a file (default: end_to_end)")
     p.add_argument("--tokens", metavar="N", type=number, help="of the whole run, such as 10T or 300B")
@@ -153,7 +147,6 @@ def add_cost(commands) -> None:
     p.add_argument("--batch", metavar="N", type=number, help="tokens a step on all chips (default: 8192 a chip)")
     p.add_argument("--stage", choices=STAGES, default="pretrain", help="(default: pretrain)")
     p.add_argument("--efficiency", metavar="X%", type=share, default=0.7, help="of data sheets (default: 70%%)")
-    p.set_defaults(run=run_cost)
 
 
 def run_cost(args) -> int:
@@ -173,16 +166,13 @@ def run_cost(args) -> int:
     return 0
 
 
-def add_explain(commands) -> None:
-    p = commands.add_parser(
-        "explain", help="what rounding does to a number, once and a thousand times", epilog=EXPLAIN_EXAMPLES
-    )
+def add_explain(p) -> None:
+    p.epilog = EXPLAIN_EXAMPLES
     p.add_argument("values", metavar="X[,Y,…]", type=numbers, help="a number, or the numbers of a block")
     p.add_argument("--grid", metavar="A,B,…", type=numbers, help="rising numbers (default: E2M1, 0 to 6)")
     p.add_argument("--spec", metavar="KEY", help="quantize the numbers as a block, e.g. nvfp4/sweep")
     p.add_argument("--draws", metavar="N", type=count, default=1000, help="of stochastic rounding (default: 1000)")
     p.add_argument("--seed", metavar="S", type=int, default=0, help="(default: 0)")
-    p.set_defaults(run=run_explain)
 
 
 def run_explain(args) -> int:
@@ -194,7 +184,7 @@ def run_explain(args) -> int:
 
     console = Console(highlight=False)
     if args.spec and args.grid:
-        raise _refused("--grid beside --spec; accepted: one of them")
+        raise Refused("--grid beside --spec; accepted: one of them")
     if args.spec or len(args.values) > 1 and not args.grid:
         rules = [Spec.parse(args.spec)] if args.spec else []
         rules += [Spec.parse(k) for k in ("nvfp4/amax", "nvfp4/sweep", "nvfp4/amax/stochastic", "mxfp8")]
@@ -283,9 +273,3 @@ def _progress(console):
 
 def _dated(name: str) -> Path:
     return Path(time.strftime(f"{name}-%Y%m%d-%H%M%S"))
-
-
-def _refused(message: str):
-    from ..train import Refused
-
-    return Refused(message)

@@ -1,9 +1,8 @@
 """The command `backends`."""
 
 
-def add_backends(commands) -> None:
-    p = commands.add_parser("backends", help="what this machine has, and why not the others")
-    p.set_defaults(run=run_backends)
+def add_backends(p) -> None:
+    """It has no options."""
 
 
 def run_backends(args) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from ..errors import Refused
 from .arguments import Parser, count, fail
 
 EXPORT = """\
@@ -39,12 +41,12 @@ with --requantize.
 """
 
 
-def add_export(commands) -> None:
+def add_export(p: Parser) -> None:
     from ..export import LAYOUTS
     from ..policy import policies
 
-    text = EXPORT_EXAMPLES.format(layouts=", ".join(LAYOUTS), policies=", ".join(policies.names()))
-    p = commands.add_parser("export", help="a 4-bit checkpoint that others read", description=EXPORT, epilog=text)
+    p.description = EXPORT
+    p.epilog = EXPORT_EXAMPLES.format(layouts=", ".join(LAYOUTS), policies=", ".join(policies.names()))
     p.add_argument("source", metavar="SOURCE", help="a run, a checkpoint's folder, or a .safetensors file")
     _add_target(p)
     p.add_argument(
@@ -59,7 +61,6 @@ def add_export(commands) -> None:
         help="leave weights that fit one of these: names of weights or modules, with wildcards, or re:EXPRESSION",
     )
     p.add_argument("--like", metavar="DIR", help="an earlier export in the same layout, whose scales are kept")
-    p.set_defaults(run=run_export)
 
 
 def run_export(args) -> int:
@@ -68,16 +69,15 @@ def run_export(args) -> int:
     if (source / "checkpoints").is_dir():
         source, policy, config = _of_run(source, args.arm, policy)
     elif args.arm:
-        fail(f"--arm {args.arm}: {source} is no run; accepted: without --arm, or the directory of a run")
-    try:
-        chosen = _chosen(source, args.include, args.exclude)
-    except ValueError as error:
-        fail(str(error))
-    return _written(args, "save", source, policy=policy, filter=chosen, like=args.like, config=config)
+        raise Refused(f"--arm {args.arm}: {source} is no run; accepted: without --arm, or the directory of a run")
+    from .. import export
+
+    chosen = _chosen(source, args.include, args.exclude)
+    return _written(args, export.save, source, policy=policy, filter=chosen, like=args.like, config=config)
 
 
 def _chosen(source, include: list[str] | None, exclude: list[str] | None):
-    """The filter of --include and --exclude. Raises ValueError for a pattern that fits no weight of the source."""
+    """The filter of --include and --exclude. Raises Refused for a pattern that fits no weight of the source."""
     from .. import export
 
     if include is None and not exclude:
@@ -89,7 +89,7 @@ def _chosen(source, include: list[str] | None, exclude: list[str] | None):
             fits[pattern] = _pattern(option, pattern)
             if not any(map(fits[pattern], names)):
                 near = ", ".join(names[:3])
-                raise ValueError(f"{option} {pattern}: fits no weight; accepted: patterns of names such as {near}")
+                raise Refused(f"{option} {pattern}: fits no weight; accepted: patterns of names such as {near}")
 
     def chosen(name: str, shape) -> bool:
         wanted = include is None or any(fits[pattern](name) for pattern in include)
@@ -106,39 +106,36 @@ def _pattern(option: str, pattern: str):
     try:
         match = re.compile(pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)).match
     except re.error as error:
-        raise ValueError(f"{option} {pattern}: {error}; accepted: a regular expression after re:") from None
+        raise Refused(f"{option} {pattern}: {error}; accepted: a regular expression after re:") from None
     return lambda name: bool(match(name) or match(name.removesuffix(".weight")))
 
 
-def add_inspect(commands) -> None:
-    p = commands.add_parser("inspect", help="what a checkpoint holds, and what is wrong with it", description=INSPECT)
+def add_inspect(p: Parser) -> None:
+    p.description = INSPECT
     p.add_argument("path", metavar="PATH", help="a checkpoint's folder, or a .safetensors file")
-    p.set_defaults(run=run_inspect)
 
 
 def run_inspect(args) -> int:
     """The `inspect` command."""
     from .. import export
 
-    try:
-        found = export.inspect(args.path)
-    except export.Refused as error:
-        fail(str(error))
+    found = export.inspect(args.path)
     print(found)
     return 2 if found.faults else 0
 
 
-def add_convert(commands) -> None:
-    p = commands.add_parser("convert-checkpoint", help="a checkpoint in another layout", description=CONVERT)
+def add_convert_checkpoint(p: Parser) -> None:
+    p.description = CONVERT
     p.add_argument("source", metavar="SOURCE", help="a quantized checkpoint")
     _add_target(p)
     p.add_argument("--requantize", action="store_true", help="round weights anew where the layout lacks their format")
-    p.set_defaults(run=run_convert)
 
 
-def run_convert(args) -> int:
+def run_convert_checkpoint(args) -> int:
     """The `convert-checkpoint` command."""
-    return _written(args, "convert_checkpoint", Path(args.source), requantize=args.requantize)
+    from .. import export
+
+    return _written(args, export.convert_checkpoint, Path(args.source), requantize=args.requantize)
 
 
 def _add_target(p: Parser) -> None:
@@ -150,16 +147,10 @@ def _add_target(p: Parser) -> None:
     p.add_argument("--shard", metavar="MB", type=count, default=4096, help="size of a file, about (default: 4096)")
 
 
-def _written(args, verb: str, source: Path, **how) -> int:
+def _written(args, write: Callable, source: Path, **how) -> int:
     """Save or convert, as the arguments say, and print the report."""
-    from .. import export
-
     try:
-        report = getattr(export, verb)(
-            source, args.out, args.layout, shard=args.shard << 20, overwrite=args.overwrite, **how
-        )
-    except (export.Refused, ValueError) as error:
-        fail(str(error))
+        report = write(source, args.out, args.layout, shard=args.shard << 20, overwrite=args.overwrite, **how)
     except OSError as error:
         fail(f"{args.out} could not be written: {error.strerror or error}; what was there is as it was", code=1)
     except KeyboardInterrupt:

@@ -25,15 +25,10 @@ the run directory: pretrain/ and rl/ are runs of those commands; checkpoint/ is 
 """
 
 
-def add_end_to_end(commands) -> None:
-    from ..train import presets
+def add_end_to_end(p) -> None:
+    from ..train.runs import presets
 
-    p = commands.add_parser(
-        "end-to-end",
-        help="pretrain, reinforce, export and read back, all in 4 bits",
-        description=END_TO_END,
-        epilog=EXAMPLES,
-    )
+    p.description, p.epilog = END_TO_END, EXAMPLES
     ours = [name for name, preset in presets.PRESETS.items() if preset.model == "transformer"]
     theirs = [name for name in presets.PRESETS if name not in ours]
     model = p.add_mutually_exclusive_group()
@@ -54,7 +49,6 @@ def add_end_to_end(commands) -> None:
     p.add_argument("--seed", metavar="S", type=seed, help="of everything (default: 0)")
     p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
     add_where(p)
-    p.set_defaults(run=run_end_to_end)
 
 
 def run_end_to_end(args) -> int:
@@ -62,7 +56,7 @@ def run_end_to_end(args) -> int:
     from ..train import end_to_end
     from ..train.end_to_end import display
 
-    job = Job.of(args, display)
+    job = Job.of(args, display.Bars, display.Lines)
 
     def work():
         if not args.resume:

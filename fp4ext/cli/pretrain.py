@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .arguments import count, names, rate, seed
 from .resumable import Job, add_where, carried_out
 
@@ -29,16 +31,11 @@ policies: {policies}
 """
 
 
-def add_pretrain(commands) -> None:
-    from ..train import arm, presets
+def add_pretrain(p) -> None:
+    from ..train.pretraining import arm
+    from ..train.runs import presets
 
-    policies = ", ".join(arm.policy_names())
-    p = commands.add_parser(
-        "pretrain",
-        help="train one small transformer under several policies, side by side",
-        description=PRETRAIN,
-        epilog=PRETRAIN_EXAMPLES.format(policies=policies),
-    )
+    p.description, p.epilog = PRETRAIN, PRETRAIN_EXAMPLES.format(policies=", ".join(arm.policy_names()))
     # No default here: what was not given is None, so that --resume can tell it from what was.
     p.add_argument("--policies", metavar="A,B,…", type=names, help="the arms, comma-separated; names or files")
     p.add_argument(
@@ -70,16 +67,16 @@ def add_pretrain(commands) -> None:
     p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
     p.add_argument("--device", metavar="NAME", help="cpu or cuda (default: cpu)")
     add_where(p)
-    p.set_defaults(run=run_pretrain)
 
 
 def run_pretrain(args) -> int:
     """The `pretrain` command."""
     from .. import train
-    from ..train import display, presets
-    from ..train.config import ADJUSTABLE
+    from ..train.pretraining.config import ADJUSTABLE
+    from ..train.pretraining.view import VIEW
+    from ..train.runs import display, presets
 
-    job = Job.of(args, display)
+    job = Job.of(args, partial(display.Bars, VIEW), partial(display.Lines, VIEW))
 
     def work():
         if args.resume:
@@ -90,4 +87,4 @@ def run_pretrain(args) -> int:
         options = {name: job.given[name] for name in own if name in job.given}
         return train.pretrain(train.Config(preset, **options), job.out, show=job.show)
 
-    return carried_out(work, job, lambda result: display.final_table(result, job.console))
+    return carried_out(work, job, lambda result: display.final_table(VIEW, result, job.console))

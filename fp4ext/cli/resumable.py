@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import Refused, Stopped
 from .arguments import fail, terminal
 
 
@@ -37,14 +38,14 @@ class Job:
     given: dict
 
     @classmethod
-    def of(cls, args, display) -> Job:
-        """display: a module with Bars and Lines."""
+    def of(cls, args, bars, lines) -> Job:
+        """bars: (console) → the display for a terminal; lines: () → that for everything else."""
         console = terminal()
         out = Path(args.resume or args.out or time.strftime("runs/%Y%m%d-%H%M%S"))
         own = ("command", "run", "resume", "out")
         return cls(
             console,
-            display.Bars(console) if console.is_terminal else display.Lines(),
+            bars(console) if console.is_terminal else lines(),
             out,
             " ".join([f"python -m fp4ext {args.command} --resume {shlex.quote(str(out))}", *_code(args)]),
             {name: value for name, value in vars(args).items() if value is not None and name not in own},
@@ -56,7 +57,7 @@ class Job:
         if given:
             names = ", ".join("--from" if name == "source" else f"--{name.replace('_', '-')}" for name in given)
             alone = f"--resume alone, which goes on as the run began (and --{but}, where that is a file)"
-            fail(f"{names} beside --resume; accepted: {alone}")
+            raise Refused(f"{names} beside --resume; accepted: {alone}")
 
 
 def _code(args) -> list[str]:
@@ -72,8 +73,7 @@ def carried_out(work, job: Job, table) -> int:
 
     table: prints the result; may return another exit code than 0.
     """
-    from ..train import Refused, Stopped
-    from ..train.run import CONFIG
+    from ..train.runs.directory import CONFIG
 
     def again() -> str:
         """A command that is not refused: with config.json there is a run to go on with."""
@@ -81,8 +81,6 @@ def carried_out(work, job: Job, table) -> int:
 
     try:
         result = work()
-    except Refused as error:
-        fail(str(error))
     except Stopped as error:
         fail(f"{error}; once there is room: {again()}", code=1)
     except KeyboardInterrupt:

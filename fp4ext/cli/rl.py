@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .arguments import count, names, real, seed
 from .resumable import Job, add_where, carried_out
 
@@ -32,13 +34,8 @@ arms:
 """
 
 
-def add_rl(commands) -> None:
-    p = commands.add_parser(
-        "rl",
-        help="reinforce a pretrained model on a task, sampling in 4 bits",
-        description=RL,
-        epilog=RL_EXAMPLES,
-    )
+def add_rl(p) -> None:
+    p.description, p.epilog = RL, RL_EXAMPLES
     p.add_argument("--from", metavar="RUN", dest="source", help="a pretraining run (default: make one first)")
     p.add_argument("--task", metavar="NAME", help="arithmetic, or FILE.py (default: what the run learned)")
     p.add_argument("--arms", metavar="A,B,…", type=names, help="comma-separated (default: bf16,mismatched,matched)")
@@ -58,15 +55,15 @@ def add_rl(commands) -> None:
     p.add_argument("--save-every", metavar="N", type=count, help="steps between checkpoints (default: 10)")
     p.add_argument("--threads", metavar="N", type=count, help="CPU threads (default: torch's choice)")
     add_where(p)
-    p.set_defaults(run=run_rl)
 
 
 def run_rl(args) -> int:
     """The `rl` command."""
     from ..train import rl
-    from ..train.rl import display
+    from ..train.rl.view import VIEW
+    from ..train.runs import display
 
-    job = Job.of(args, display)
+    job = Job.of(args, partial(display.Bars, VIEW), partial(display.Lines, VIEW))
 
     def work():
         if not args.resume:
@@ -74,4 +71,4 @@ def run_rl(args) -> int:
         job.nothing_beside_resume(but="task")
         return rl.resume(job.out, show=job.show, task_file=args.task)
 
-    return carried_out(work, job, lambda result: display.final_table(result, job.console))
+    return carried_out(work, job, lambda result: display.final_table(VIEW, result, job.console))

@@ -9,12 +9,13 @@ for row in result.rows: print(row.policy, row.final_loss, row.gap)
 
 import importlib
 
-from ..extras import train as _packages  # noqa: F401  (first: an ImportError that names the extra)
-from .config import Config
-from .errors import Refused, Stopped
-from .presets import PRESETS, Preset, Shape
-from .pretraining import pretrain, resume
-from .result import Result, Row
+from fp4ext.errors import Refused, Stopped
+from fp4ext.extras import train as _packages  # noqa: F401  (first: an ImportError that names the extra)
+
+from .pretraining.config import Config
+from .pretraining.loop import pretrain, resume
+from .pretraining.result import Result, Row
+from .runs.presets import PRESETS, Preset, Shape
 
 __all__ = ["PRESETS", "Config", "Preset", "Refused", "Result", "Row", "Shape", "Stopped", "pretrain", "resume"]
 

@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fp4ext.errors import Refused
+
 from . import task
-from .errors import Refused
 
 TASK = "task:"  # what comes before a task's name where a path is asked for
 HELD_OUT = 20  # one part in so many

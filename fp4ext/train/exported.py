@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from fp4ext import Policy, export
+from fp4ext.errors import Refused
 from fp4ext.export import Checkpoint
 from fp4ext.policy import policies, policy_file
 
-from . import cache, checkpoint, inkling2, invariant, run
-from .config import Config
-from .errors import Refused
-from .model import Rope, Transformer
-from .presets import Shape
-from .rl import models
+from .models import build, cache, inkling2, products
+from .models.transformer import Rope, Transformer
+from .pretraining.config import Config
 from .rl.arms import choose
 from .rl.config import Config as RlConfig
+from .runs import checkpoint, directory
+from .runs.presets import Shape
 
 MODEL_TYPE = "fp4ext_transformer"
 
@@ -74,7 +74,7 @@ def of_run(path: str | Path, arm: str | None = None) -> Taken:
     step = checkpoint.latest(path / "checkpoints")
     if step is None:
         raise Refused(f"{path}: no checkpoint in it yet; accepted: a run that has saved one")
-    settings = run.read_config(path)
+    settings = directory.read_config(path)
     reinforced = "arms" in settings["run"]
     config = RlConfig.from_dict(settings["run"]) if reinforced else _pretraining(settings)
     there = [name for name in (config.arms if reinforced else config.policies) if _weights(step, name).exists()]
@@ -85,16 +85,16 @@ def of_run(path: str | Path, arm: str | None = None) -> Taken:
     if reinforced:
         policy, kv_cache = choose(arm, config.chosen).sampler, config.kv_cache
         pretrained = Path(config.source) if config.source else path / "start"
-        config = _pretraining(run.read_config(pretrained))
+        config = _pretraining(directory.read_config(pretrained))
     else:
         policy = config.policy(arm) if arm != "bf16" else None
     preset = config.preset
-    weights = run.newest(path, settings, only=[f"{arm}.weights"])[1][f"{arm}.weights"]
-    with run.fitting(path):
-        model = models.build(preset.model, preset.shape, weights, policy, kv_cache)
+    weights = directory.newest(path, settings, only=[f"{arm}.weights"])[1][f"{arm}.weights"]
+    with directory.fitting(path):
+        model = build.of_weights(preset.model, preset.shape, weights, policy, kv_cache)
     if policy is None:  # plain layers, for whatever policy it is exported by
         for module in model.modules():
-            if type(module) is invariant.Linear:
+            if type(module) is products.InvariantLinear:
                 module.__class__ = nn.Linear
     return Taken(arm, preset.model, preset.shape, model, policy, kv_cache)
 
@@ -118,7 +118,7 @@ def load(folder: str | Path) -> Transformer:
         model = Transformer(shape)
     model.rope = Rope(shape.head_dim, shape.context)
     export.load(folder, model, policy=policy, progress=False)
-    invariant.serve(model)
+    products.serve_invariant(model)
     model.set_cache(kv)
     return model.eval()
 

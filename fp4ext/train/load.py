@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
-from . import data, run
+from fp4ext.errors import Refused
+
+from . import data
 from . import task as tasks
-from .config import Config
-from .errors import Refused
-from .model import Transformer
+from .models.transformer import Transformer
+from .pretraining.config import Config
+from .runs import directory
 
 
 @dataclass
@@ -55,7 +57,7 @@ def load(path: str | Path, batches: int = 2, arm: str | None = None, task: str |
         Refused: it is no run directory, has no checkpoint, or no such arm; its task is a file and `task` is not given.
     """
     path = of_pretraining(path)
-    settings = run.read_config(path)
+    settings = directory.read_config(path)
     config = Config.from_dict(settings["run"], settings["data"]["paths"])
     arm = arm or ("bf16" if "bf16" in config.policies else config.policies[0])
     if arm not in config.policies:
@@ -63,9 +65,9 @@ def load(path: str | Path, batches: int = 2, arm: str | None = None, task: str |
     if config.preset.model != "transformer":
         raise Refused(f"{path}: a run of {config.preset.name}; accepted: one of a model of fp4ext's own")
     paths = [_agreed(name, task, path) for name in config.data]
-    manifest, files = run.newest(path, settings, only=[f"{arm}.weights"])
+    manifest, files = directory.newest(path, settings, only=[f"{arm}.weights"])
     model = Transformer(config.preset.shape)
-    with run.fitting(path):
+    with directory.fitting(path):
         model.load_state_dict(files[f"{arm}.weights"])
     corpus = data.load(paths, config.preset.shape.context)
     p = config.preset
@@ -79,7 +81,7 @@ def _agreed(name: str, given: str | None, path: Path) -> str:
 
 
 def _amax(path: Path, arm: str) -> dict[str, list[tuple[int, float]]]:
-    lines = [line for line in run.read_metrics(path) if "stats" in line]
+    lines = [line for line in directory.read_metrics(path) if "stats" in line]
     mine = [line for line in lines if line["policy"] == arm] or lines[:: max(1, len({x["policy"] for x in lines}))]
     series: dict[str, list[tuple[int, float]]] = {}
     for line in mine:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 import fp4ext
+from fp4ext.errors import Refused
 
-from .cache import Past, Store
-from .errors import Refused
-from .model import Transformer
+from .models.cache import Past, Store
+from .models.transformer import Transformer
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import Refused
+from fp4ext.errors import Refused
 
 METHODS = ("text", "prompt", "reward")
 NEEDED = (*METHODS, "most", "stop")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import fp4ext
 
+from .models.transformer import Transformer
 from .sampler import Completion, Request, Sampler
 
 
@@ -67,6 +68,11 @@ class Whole(Sampler):
         with fp4ext.stage("rl_sampler"), torch.no_grad():
             out = self.model(tokens)
         return out if isinstance(out, Tensor) else out.logits
+
+
+def sampler_of(model: nn.Module, slots: int = 64, seed: int = 0) -> Sampler:
+    """What samples from a model of models/build.py, or from a packed copy of one."""
+    return (Sampler if isinstance(model, Transformer) else Whole)(model, slots=slots, seed=seed)
 
 
 def shaped(tokens: Tensor, slots: int, length: int) -> Tensor:

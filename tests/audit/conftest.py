@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fp4ext.train import Preset, Shape, data
-from fp4ext.train.arm import Arm
-from fp4ext.train.model import Transformer
-from fp4ext.train.run import settings
+from fp4ext.train.models.transformer import Transformer
+from fp4ext.train.pretraining.arm import Arm
+from fp4ext.train.runs.directory import settings
 
 PRESET = Preset(
     "audited",

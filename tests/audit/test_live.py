@@ -9,7 +9,8 @@ import torch
 import fp4ext
 from fp4ext import policies
 from fp4ext.audit import Monitor, live
-from fp4ext.train import Config, pretrain, resume, run
+from fp4ext.train import Config, pretrain, resume
+from fp4ext.train.runs import directory as run
 
 from .conftest import PRESET
 

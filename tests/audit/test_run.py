@@ -9,8 +9,10 @@ import fp4ext
 from fp4ext import Recipe, policies
 from fp4ext.cli import main
 from fp4ext.policy import policy_file
-from fp4ext.train import Config, bf16, checkpoint, pretrain
+from fp4ext.train import Config, pretrain
 from fp4ext.train.load import load
+from fp4ext.train.models import products
+from fp4ext.train.runs import checkpoint
 
 from .conftest import MIXTURE, PRESET
 from .test_experts import drown
@@ -35,7 +37,7 @@ def run(request, tmp_path_factory):
     arms = ["bf16", "end_to_end", str(folder / "planted.json")]
     config = Config(preset.with_(steps=30, **SCHEDULE), policies=arms, data=[argparse.__file__], threads=1)
     with pytest.MonkeyPatch.context() as patch:  # the same run on a CPU with BF16 instructions as on one without
-        patch.setattr(bf16, "native", lambda device: False)
+        patch.setattr(products, "native", lambda device: False)
         pretrain(config, folder / "run", tensorboard=False)
     return folder / "run", request.param
 

@@ -11,7 +11,7 @@ from fp4ext.cli.arguments import number, share
 from fp4ext.train import pretrain
 
 from ..audit.conftest import PRESET, one_thread  # noqa: F401  (one thread here too)
-from ..train.test_report import Page
+from ..train.runs.test_report import Page
 
 
 def call(capsys, *words):

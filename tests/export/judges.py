@@ -17,7 +17,7 @@ import fp4ext
 from fp4ext import Fprop, Policy, Recipe, Spec, formats
 from fp4ext.export import load, save
 from fp4ext.testing import assert_bytes_equal
-from fp4ext.train.inkling2 import reading
+from fp4ext.train.models.inkling2 import reading
 
 from . import models
 

@@ -11,8 +11,8 @@ from fp4ext import QTensor, QuantizedLinear, Spec, quantize
 from fp4ext.cli import main
 from fp4ext.export import LAYOUTS, Refused, convert_checkpoint, inspect, load, save
 from fp4ext.testing import assert_bytes_equal, generate
-from fp4ext.train.model import Transformer
-from fp4ext.train.presets import Shape
+from fp4ext.train.models.transformer import Transformer
+from fp4ext.train.runs.presets import Shape
 
 from .judges import mixed
 from .models import MODELS, folder_of, logits, opened, plain, plain_twin
@@ -228,7 +228,7 @@ def test_a_module_excluded_under_its_old_dtype_is_a_fault(tmp_path, capsys):
 
 def test_export_a_run_from_the_command_line(tmp_path, capsys):
     from fp4ext import train
-    from fp4ext.train import presets
+    from fp4ext.train.runs import presets
 
     preset = presets.get("tiny").with_(shape=SHAPE, steps=2, batch=2, eval_windows=2, final_windows=2)
     text = tmp_path / "text.txt"

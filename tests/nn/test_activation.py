@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import fp4ext
 from fp4ext.nn.activation import silu, swiglu
 from fp4ext.testing import assert_bytes_equal
-from fp4ext.train.run import settings
+from fp4ext.train.runs.directory import settings
 
 
 @pytest.fixture

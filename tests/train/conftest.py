@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fp4ext.train import Config, Preset, Shape
-from fp4ext.train.display import Silent
-from fp4ext.train.run import settings
+from fp4ext.train.runs.directory import settings
+from fp4ext.train.runs.display import Silent
 
 MICRO = Preset(
     "micro",

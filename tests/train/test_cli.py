@@ -135,7 +135,7 @@ def test_lines_reach_a_pipe_while_the_run_goes_on(tmp_path, text):
         process.communicate()
 
 
-@pytest.mark.parametrize("at", ["data.load", "arm.Arm.__init__", "run.Run.save"])
+@pytest.mark.parametrize("at", ["data.load", "pretraining.arm.Arm.__init__", "runs.directory.Run.save"])
 def test_ctrl_c_before_the_first_checkpoint_recommends_what_works(tmp_path, text, monkeypatch, capsys, at):
     """At every moment the command that is named goes on or begins again."""
     out, begin = tmp_path / "run", ["pretrain", *options(text, 1)]
@@ -143,12 +143,29 @@ def test_ctrl_c_before_the_first_checkpoint_recommends_what_works(tmp_path, text
         patch.setattr(f"fp4ext.train.{at}", lambda *given, **more: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main([*begin, "--out", str(out)]) == 130
     said = capsys.readouterr().err
-    if at == "run.Run.save":
+    if at == "runs.directory.Run.save":
         assert said.endswith(f"python -m fp4ext pretrain --resume {out}\n")
         assert main(["pretrain", "--resume", str(out)]) == 0
     else:
         assert said.endswith("the same command\n") and not out.exists()
         assert main([*begin, "--out", str(out)]) == 0
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["pretrian"], []])
+def test_what_needs_no_torch_imports_none(argv):
+    command = [sys.executable, "-X", "importtime", "-m", "fp4ext", *argv]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == (0 if argv and argv[0].startswith("--") else 2)
+    imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()}
+    assert "fp4ext.cli" in imported and not imported & {"torch", "numpy", "rich", "safetensors"}
+
+
+@pytest.mark.parametrize("error", [ValueError("accepted: nothing, policies: none"), TypeError("a fault")])
+def test_an_error_of_our_own_keeps_its_traceback(monkeypatch, error):
+    """Whatever words its message has: only Refused is a person's error."""
+    monkeypatch.setattr("fp4ext.backends", lambda: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error), match=str(error)):
+        main(["backends"])
 
 
 def test_version(capsys):

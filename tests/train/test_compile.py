@@ -7,8 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp4ext
 from fp4ext.testing import assert_bytes_equal
-from fp4ext.train.model import Transformer
-from fp4ext.train.presets import Shape
+from fp4ext.train.models.transformer import Transformer
+from fp4ext.train.runs.presets import Shape
 from fp4ext.train.sampler import Request, Sampler
 
 SIZES = dict(vocab=256, d=64, heads=2, layers=2, ffn=128, context=64)

@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 
-from fp4ext.train import Stopped, disk, pretrain, resume
-from fp4ext.train import run as rundir
-from fp4ext.train.result import Result
+from fp4ext.train import Stopped, pretrain, resume
+from fp4ext.train.pretraining import Result
+from fp4ext.train.runs import directory as rundir
+from fp4ext.train.runs import disk
 
 from .faulty_disk import MODES, Death, FaultyDisk
 

@@ -7,11 +7,12 @@ import shutil
 
 import pytest
 
-from fp4ext.train import Refused, checkpoint, digest, exported, pretrain, resume
+from fp4ext.train import Refused, exported, pretrain, resume
 from fp4ext.train import load as run_load
-from fp4ext.train import run as rundir
-from fp4ext.train.result import Result
+from fp4ext.train.pretraining import Result
 from fp4ext.train.rl.loop import Start
+from fp4ext.train.runs import checkpoint, digest
+from fp4ext.train.runs import directory as rundir
 
 from .conftest import InterruptAt
 from .test_crashes import CONFIG, Toy, left

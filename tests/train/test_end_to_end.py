@@ -10,12 +10,13 @@ from fp4ext.cli import main
 from fp4ext.export import Checkpoint
 from fp4ext.export.writer import Writer
 from fp4ext.testing import assert_bytes_equal
-from fp4ext.train import Refused, Shape, checkpoint, exported, presets
+from fp4ext.train import Refused, Shape, exported
 from fp4ext.train.end_to_end import Config, Result, end_to_end, loop, resume
 from fp4ext.train.end_to_end.config import command
 from fp4ext.train.end_to_end.display import Lines, Stages
 from fp4ext.train.rl import Config as RlConfig
 from fp4ext.train.rl import reinforce
+from fp4ext.train.runs import checkpoint, presets
 from fp4ext.train.sampler import Request, Sampler
 
 from .conftest import MICRO, InterruptAt

@@ -7,9 +7,10 @@ import torch
 
 import fp4ext
 from fp4ext.testing import assert_bytes_equal
-from fp4ext.train import Shape, invariant
-from fp4ext.train.cache import FORMATS, Past, Store
-from fp4ext.train.model import Transformer
+from fp4ext.train import Shape
+from fp4ext.train.models import products
+from fp4ext.train.models.cache import FORMATS, Past, Store
+from fp4ext.train.models.transformer import Transformer
 
 SHAPE = Shape(layers=2, d=96, heads=3, ffn=144, context=48)
 MOE = Shape(layers=2, d=96, heads=3, ffn=48, context=48, experts=7, top_k=3, expert_ffn=80)
@@ -21,7 +22,7 @@ def model(policy, shape=SHAPE):
     torch.nn.init.normal_(made.lm_head.weight, std=0.1, generator=torch.Generator().manual_seed(2))
     if policy != "bf16":
         fp4ext.convert(made, policy)
-    invariant.serve(made)
+    products.serve_invariant(made)
     return made
 
 

@@ -8,10 +8,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from fp4ext.train import Refused, Stopped, checkpoint, digest, disk, pretrain, resume
-from fp4ext.train import run as rundir
-from fp4ext.train.arm import Arm, learning_rate, policy_names
-from fp4ext.train.model import Transformer
+from fp4ext.train import Refused, Stopped, pretrain, resume
+from fp4ext.train.models.transformer import Transformer
+from fp4ext.train.pretraining.arm import Arm, learning_rate, policy_names
+from fp4ext.train.runs import checkpoint, digest, disk
+from fp4ext.train.runs import directory as rundir
 
 from .conftest import MICRO, InterruptAt
 

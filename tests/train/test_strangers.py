@@ -9,8 +9,9 @@ import safetensors.torch
 import torch
 
 from fp4ext import cli
-from fp4ext.train import Config, Preset, Refused, Shape, checkpoint, end_to_end, exported, pretrain, resume, rl
+from fp4ext.train import Config, Preset, Refused, Shape, end_to_end, exported, pretrain, resume, rl
 from fp4ext.train import load as run_load
+from fp4ext.train.runs import checkpoint
 
 from .conftest import InterruptAt
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 import fp4ext
-from fp4ext.train import Shape, inkling2
-from fp4ext.train.rl import Config, models
+from fp4ext.train import Shape
+from fp4ext.train.models import build, inkling2
+from fp4ext.train.rl import Config
 from fp4ext.train.rl.learner import Learner
 from fp4ext.train.sampler import Request
+from fp4ext.train.whole import sampler_of
 
 pytest.importorskip("transformers", minversion="5.24")
 
@@ -38,8 +40,8 @@ def test_agreement(weights, name):
 
 def test_neighbours_do_not_matter(weights):
     """What stands in the other slots, and how long it takes; and a row is what the model says of it."""
-    model = models.build("inkling2", SHAPE, weights, fp4ext.policies.get("end_to_end"))
-    sampler = models.sampler(model, slots=3)
+    model = build.of_weights("inkling2", SHAPE, weights, fp4ext.policies.get("end_to_end"))
+    sampler = sampler_of(model, slots=3)
     mine = Request((49, 43, 50), most=6, temperature=0)
     alone = sampler.generate([mine])[0]
     others = [Request((7,), most=8, temperature=1.5), Request((9, 9), most=2, stream=4)]
@@ -48,5 +50,5 @@ def test_neighbours_do_not_matter(weights):
     assert sampler.generate([mine, Request((200, 1, 1), most=6, stream=1)])[0] == alone
     tokens = torch.tensor([[*mine.prompt, *alone.tokens[:-1]]])
     with fp4ext.stage("rl_trainer"), torch.no_grad():
-        logprobs = models.logits(model, tokens).log_softmax(-1)[0, 2:]
+        logprobs = build.logits(model, tokens).log_softmax(-1)[0, 2:]
     assert logprobs.argmax(-1).tolist() == list(alone.tokens)

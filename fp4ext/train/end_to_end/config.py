@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from .. import presets, task, typed
-from ..config import RUN, check_names
-from ..config import Config as PretrainConfig
+from fp4ext.errors import Refused
+
+from .. import task
 from ..data import TASK
-from ..errors import Refused
-from ..presets import Preset
+from ..pretraining.config import Config as PretrainConfig
+from ..pretraining.config import check_names
 from ..rl import Config as RlConfig
+from ..runs import presets, typed
+from ..runs.config import RUN
+from ..runs.presets import Preset
 
 
 @dataclass(frozen=True)

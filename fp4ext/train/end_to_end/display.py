@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from .. import display
-from ..display import clock, say
-from ..rl import display as rl_display
+from ..pretraining.view import VIEW as PRETRAINING
+from ..rl.view import VIEW as RL
+from ..runs import display
+from ..runs.display import clock, say
 from .result import Result
 from .words import CHECKED, TITLES, rows
+
+VIEWS = {"pretrain": PRETRAINING, "rl": RL}
 
 
 class Stages:
@@ -47,7 +50,7 @@ class Lines(Stages):
         self.write(f"stage {self.stages.index(stage) + 1} done, {clock(seconds)}: {said}")
 
     def display(self, stage: str):
-        return (rl_display if stage == "rl" else display).Lines(self.write, self.every)
+        return display.Lines(VIEWS[stage], self.write, self.every) if stage in VIEWS else display.Silent()
 
     def note(self, text: str) -> None:
         self.write(text)
@@ -76,7 +79,7 @@ class Bars(Stages):
         self.said[stage] = said, seconds
 
     def display(self, stage: str):
-        return (rl_display if stage == "rl" else display).Bars(self.console, above=self)
+        return display.Bars(VIEWS[stage], self.console, above=self) if stage in VIEWS else display.Silent()
 
     def note(self, text: str) -> None:
         self.console.print(text, style="dim", highlight=False)

@@ -19,18 +19,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp4ext import export
+from fp4ext.errors import Refused
 
-from .. import checkpoint, digest, disk, exported, inkling2, run, task
-from ..config import facts, tell_changes
-from ..errors import Refused
-from ..interrupt import Interrupts
+from .. import exported, task
+from ..models import inkling2
 from ..pretraining import Result as Pretrained
-from ..pretraining import pretrain
-from ..pretraining import resume as resume_pretraining
+from ..pretraining.config import facts
+from ..pretraining.loop import pretrain
+from ..pretraining.loop import resume as resume_pretraining
 from ..rl import Result as Reinforced
 from ..rl import loop as rl
-from ..rl import models
+from ..runs import checkpoint, digest, directory, disk
+from ..runs.config import tell_changes
+from ..runs.interrupt import Interrupts
 from ..sampler import Completion, Request
+from ..whole import sampler_of
 from . import report
 from .config import Config, command
 from .display import Stages
@@ -64,10 +67,10 @@ def end_to_end(config: Config, out: str | Path, show: Stages | None = None, tens
         "facts": facts(config.pretraining()),
         "command": command(config),
     }
-    run.check_free(out, settings, "pretrain/checkpoints")
+    directory.check_free(out, settings, "pretrain/checkpoints")
     try:
         disk.make_folder(out)
-        run.write_config(out, settings)
+        directory.write_config(out, settings)
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
         raise Refused(f"--out {out}: {what}; accepted: a new or empty directory") from None
@@ -83,7 +86,7 @@ def resume(
         task_file: the file that the run's task is in, which is run; needed where its task is a file's (task.agreed).
     """
     out, show = Path(out), show or Stages()
-    settings = run.read_config(out)
+    settings = directory.read_config(out)
     config = Config.from_dict(settings["run"])
     config = replace(config, task=task.agreed(config.task, task_file, out))
     task.check_same(config.task, settings["data"]["digest"], out)
@@ -92,9 +95,9 @@ def resume(
 
 
 def _go_on(out: Path, config: Config, show: Stages, tensorboard: bool) -> Result:
-    lock = run.locked(out)
+    lock = directory.locked(out)
     try:
-        with run.settings(config.threads):
+        with directory.settings(config.threads):
             return _stages(out, config, show, tensorboard)
     finally:
         show.close()
@@ -128,7 +131,7 @@ def _stages(out: Path, config: Config, show: Stages, tensorboard: bool) -> Resul
 
 
 def _pretrain(out: Path, config: Config, show, tensorboard: bool) -> Pretrained:
-    return run.carry_on(
+    return directory.carry_on(
         out / "pretrain",
         Pretrained.read,
         lambda path: resume_pretraining(path, show, tensorboard, asked={"data": config.pretraining().data}),
@@ -137,7 +140,7 @@ def _pretrain(out: Path, config: Config, show, tensorboard: bool) -> Pretrained:
 
 
 def _rl(out: Path, config: Config, show, tensorboard: bool) -> Reinforced:
-    return run.carry_on(
+    return directory.carry_on(
         out / "rl",
         Reinforced.read,
         lambda path: rl.resume(path, show, tensorboard, task_file=config.task),
@@ -169,13 +172,13 @@ def _reload(out: Path, config: Config, show, tensorboard: bool) -> Reloaded:
         return Reloaded.read(mark)
     taken = exported.of_run(out / "rl", config.arms[0])
     requests = _requests(config, most=None if taken.kind == "transformer" else 16)
-    sampled = models.sampler(taken.model).generate(requests)
+    sampled = sampler_of(taken.model).generate(requests)
     if taken.kind == "transformer":
-        seen = _compare(sampled, models.sampler(exported.load(out / "checkpoint")).generate(requests), "fp4ext")
+        seen = _compare(sampled, sampler_of(exported.load(out / "checkpoint")).generate(requests), "fp4ext")
     else:
         # transformers decodes the experts when it loads them and rounds no activation: so does the model beside it.
         twin = inkling2.decoded(taken.shape, taken.model, taken.policy)
-        before, after = (models.sampler(m) for m in (twin, exported.load_theirs(out / "checkpoint")))
+        before, after = (sampler_of(m) for m in (twin, exported.load_theirs(out / "checkpoint")))
         after = after.generate(requests)
         by = f"transformers {inkling2.version()}"
         seen = _compare(before.generate(requests), after, by, sampled)

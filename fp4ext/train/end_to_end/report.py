@@ -7,11 +7,12 @@ from pathlib import Path
 
 from fp4ext.pages.page import page, pairs, soft, table
 
-from .. import disk
-from .. import report as pretrain_report
-from ..display import clock
-from ..rl import report as rl_report
-from ..run import read_config, read_metrics
+from ..pretraining.view import VIEW as PRETRAINING
+from ..rl.view import VIEW as RL
+from ..runs import disk
+from ..runs.directory import read_config, read_metrics
+from ..runs.display import clock
+from ..runs.report import sections
 from .result import Result
 from .words import outcome, rows
 
@@ -48,11 +49,11 @@ def render(out: Path, result: Result) -> str:
         soft(said),
         table([("stage", ""), ("what", ""), ("found", ""), ("time", "m:s")], _stages(result)),
         "<h2>1 Pretraining</h2>",
-        f"<p>{escape(pretrain_report.summary(result.pretrained))}</p>",
-        *pretrain_report.sections(*given["pretrain"], result.pretrained, level=3),
+        f"<p>{escape(PRETRAINING.summary(result.pretrained))}</p>",
+        *sections(PRETRAINING, *given["pretrain"], result.pretrained, level=3),
         "<h2>2 Reinforcement</h2>",
-        f"<p>{escape(rl_report.summary(result.reinforced))}</p>",
-        *rl_report.sections(*given["rl"], result.reinforced, level=3),
+        f"<p>{escape(RL.summary(result.reinforced))}</p>",
+        *sections(RL, *given["rl"], result.reinforced, level=3),
         "<h2>3 Checkpoint</h2>",
         pairs(_exported(result)),
         soft(ABOUT_EXPORT),

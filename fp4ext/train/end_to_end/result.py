@@ -6,12 +6,12 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from fp4ext.errors import Refused
 from fp4ext.export import Checkpoint
 
-from .. import digest
-from ..errors import Refused
 from ..pretraining import Result as Pretrained
 from ..rl import Result as Reinforced
+from ..runs import digest
 
 STAGES = ("pretrain", "rl", "export", "reload")
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import fp4ext
 from fp4ext import Fprop, Policy, Recipe
+from fp4ext.errors import Refused
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ DEFAULT = ("bf16", "mismatched", "matched")
 
 
 def choose(name: str, policy: str | Policy) -> Choice:
-    """The arm of that name, in the 4 bits of a policy. Raises ValueError for an unknown one."""
+    """The arm of that name, in the 4 bits of a policy. Raises Refused for an unknown one."""
     base = fp4ext.policies.get(policy)
     guards = {"tis": "token_tis", "rejection": "sequence_rejection", "icepop": "icepop"}
     if name == "bf16":
@@ -51,7 +52,7 @@ def choose(name: str, policy: str | Policy) -> Choice:
         sampler = base.recipe("rl_sampler", "")
         whole = base.with_(rl_trainer=replace(base.pretrain, fprop=sampler.fprop, mean_split=False))
         return Choice(name, whole, whole)
-    raise ValueError(f"unknown arm {name!r}; accepted: {', '.join(NAMES)}")
+    raise Refused(f"unknown arm {name!r}; accepted: {', '.join(NAMES)}")
 
 
 def _outer_of_the_tensor(policy: Policy) -> Recipe:

@@ -10,14 +10,17 @@ from pathlib import Path
 import torch
 
 import fp4ext
+from fp4ext.errors import Refused
 from fp4ext.policy import policy_file
 
-from .. import cache, task, typed
-from ..arm import policy_names
-from ..checkpoint import MOST
-from ..config import RUN, check_names, own_policy
-from ..errors import Refused
-from ..presets import whole
+from .. import task
+from ..models import cache
+from ..pretraining.arm import policy_names
+from ..pretraining.config import check_names, own_policy
+from ..runs import typed
+from ..runs.checkpoint import MOST
+from ..runs.config import RUN
+from ..runs.presets import whole
 from . import arms, grpo
 
 

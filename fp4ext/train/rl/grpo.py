@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp4ext.errors import Refused
+
 GUARDS = ("none", "token_tis", "sequence_rejection", "icepop")
 LEVELS = ("token", "sequence")
 
@@ -40,7 +42,7 @@ def guard(kind: str, d: Tensor, mask: Tensor) -> Tensor:
         return ((whole >= 0.5) & (whole <= 2.0)).to(d.dtype).expand_as(d)
     if kind == "icepop":
         return torch.where((r >= 0.5) & (r <= 5.0), r, 0.0)
-    raise ValueError(f"unknown guard {kind!r}; accepted: {', '.join(GUARDS)}")
+    raise Refused(f"unknown guard {kind!r}; accepted: {', '.join(GUARDS)}")
 
 
 def loss(
@@ -63,10 +65,10 @@ def loss(
         reference: log-probs of a policy to stay near, by kl_coef · k3.
 
     Raises:
-        ValueError: an unknown level.
+        Refused: an unknown level.
     """
     if level not in LEVELS:
-        raise ValueError(f"unknown level {level!r}; accepted: {', '.join(LEVELS)}")
+        raise Refused(f"unknown level {level!r}; accepted: {', '.join(LEVELS)}")
     ratio, a = (logprobs - old).exp(), advantage[:, None]
     free, held = ratio * a, ratio.clamp(1 - clip, 1 + clip) * a
     each = -weight * torch.minimum(free, held)

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 import fp4ext
 
-from .. import checkpoint, task
-from ..presets import Shape
+from .. import task
+from ..models import build
+from ..runs import checkpoint
+from ..runs.presets import Shape
 from ..sampler import Completion, Request
-from ..whole import Whole, shaped
-from . import grpo, models
+from ..whole import Whole, sampler_of, shaped
+from . import grpo
 from .arms import choose
 from .config import Config
 
@@ -72,11 +74,11 @@ class Learner:
     def __init__(self, name: str, config: Config, shape: Shape, weights: dict[str, Tensor], kind: str = "transformer"):
         self.policy, self.config, self.choice = name, config, choose(name, config.chosen)
         self.task = task.load(config.task)
-        build = lambda policy: models.build(kind, shape, weights, policy, config.kv_cache)  # noqa: E731
-        self.model = build(self.choice.trainer)
+        made = lambda policy: build.of_weights(kind, shape, weights, policy, config.kv_cache)  # noqa: E731
+        self.model = made(self.choice.trainer)
         same = self.choice.sampler == self.choice.trainer
-        source = self.model if same else build(self.choice.sampler)
-        self.sampler = models.sampler(source, slots=config.slots, seed=config.seed)
+        source = self.model if same else made(self.choice.sampler)
+        self.sampler = sampler_of(source, slots=config.slots, seed=config.seed)
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coef else None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -152,7 +154,7 @@ class Learner:
 
     def _forward(self, tokens: Tensor, model: nn.Module) -> Tensor:
         with fp4ext.stage("rl_trainer"):
-            logits = models.logits(model, tokens)[:, :-1]
+            logits = build.logits(model, tokens)[:, :-1]
         return (logits / self.config.temperature).log_softmax(-1)
 
     def _minibatches(self, rng: np.random.Generator) -> list[Tensor]:

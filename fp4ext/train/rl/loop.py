@@ -12,27 +12,32 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 import fp4ext
+from fp4ext.errors import Refused
 
-from .. import presets, run, task
-from ..config import Config as PretrainConfig
-from ..config import facts, tell_changes
+from .. import task
 from ..data import TASK, is_task
-from ..display import Silent
-from ..errors import Refused
-from ..interrupt import Interrupts
-from ..presets import Preset
 from ..pretraining import Result as Pretrained
-from ..pretraining import pretrain
-from ..pretraining import resume as resume_pretraining
-from . import grpo, report, result
+from ..pretraining.config import Config as PretrainConfig
+from ..pretraining.config import facts
+from ..pretraining.loop import pretrain
+from ..pretraining.loop import resume as resume_pretraining
+from ..pretraining.view import VIEW as PRETRAINING
+from ..runs import directory, presets, report
+from ..runs.config import tell_changes
+from ..runs.display import Silent
+from ..runs.loop import advance
+from ..runs.presets import Preset
+from . import grpo, result
 from .config import Config, command
 from .learner import Learner
 from .result import Result
+from .view import VIEW
 
 DEFAULT_TASK = "arithmetic"
 START = "task"  # the preset of the pretraining that comes first where no run is given
@@ -44,7 +49,7 @@ def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = Tr
     Args:
         config: from where, on what, how.
         out: the run directory; new or empty.
-        show: a display (fp4ext.train.rl.display); none: silent.
+        show: a display (runs/display.py); none: silent.
         tensorboard: also write TensorBoard events, if it is installed.
 
     Returns:
@@ -65,8 +70,8 @@ def reinforce(config: Config, out: str | Path, show=None, tensorboard: bool = Tr
         "facts": facts(PretrainConfig("task", policies=["bf16"])),
         "command": command(config),
     }
-    with run.create(out, settings) as directory:
-        return _go_on(directory, config, begin, show, tensorboard)
+    with directory.create(out, settings) as run:
+        return _go_on(run, config, begin, show, tensorboard)
 
 
 def resume(out: str | Path, show=None, tensorboard: bool = True, task_file: str | None = None) -> Result:
@@ -76,7 +81,7 @@ def resume(out: str | Path, show=None, tensorboard: bool = True, task_file: str 
         task_file: the file that the run's task is in, which is run; needed where its task is a file's (task.agreed).
     """
     show, out = show or Silent(), Path(out)
-    settings = run.read_config(out)
+    settings = directory.read_config(out)
     config = Config.from_dict(settings["run"])
     config = replace(config, task=task.agreed(config.task, task_file, out))
     task.check_same(config.task, settings["data"]["digest"], out)
@@ -84,8 +89,8 @@ def resume(out: str | Path, show=None, tensorboard: bool = True, task_file: str 
     begin = Start.read(config.source, config.policy) if config.source else None
     if begin and begin.facts()["start"] != settings["data"]["start"]:
         raise Refused(f"--resume {out}: the weights in {config.source} have changed; accepted: those it began with")
-    with run.reopen(out) as directory:
-        return _go_on(directory, config, begin, show, tensorboard)
+    with directory.reopen(out) as run:
+        return _go_on(run, config, begin, show, tensorboard)
 
 
 class Start:
@@ -102,11 +107,11 @@ class Start:
         """Those of a pretraining run: of that policy's arm, else of end_to_end's, else of the first. Raises Refused if
         it is none."""
         path = Path(source)
-        settings = run.read_config(path)
+        settings = directory.read_config(path)
         if "policies" not in settings["run"]:
             raise Refused(f"--from {path}: its config.json is not a pretraining run's; accepted: what `pretrain` left")
         config = PretrainConfig.from_dict(settings["run"], settings["data"]["paths"])
-        manifest, files = run.newest(path, settings)
+        manifest, files = directory.newest(path, settings)
         policy = next((name for name in (policy, "end_to_end") if name in config.policies), config.policies[0])
         name = f"{policy}.weights"
         if name not in files:
@@ -143,16 +148,16 @@ def check_fits(name: str, context: int, seed: int, where: str = "") -> None:
         raise Refused(f"--task {name}: {what}; accepted{where}: less than {context} together")
 
 
-def _go_on(directory: run.Run, config: Config, begin: Start | None, show, tensorboard: bool) -> Result:
+def _go_on(run: directory.Run, config: Config, begin: Start | None, show, tensorboard: bool) -> Result:
     if begin is None:
-        begin = _pretrained(directory.path / "start", config, show)
+        begin = _pretrained(run.path / "start", config, show)
         if isinstance(begin, Result):
             return begin
-    with run.settings(config.threads):
-        with run.fitting(begin.path):
+    with directory.settings(config.threads):
+        with directory.fitting(begin.path):
             learners = [Learner(name, config, begin.shape, begin.weights, begin.kind) for name in config.arms]
-        start = directory.load(learners)
-        return _train(directory, config, learners, start, show, tensorboard)
+        start = run.load(learners)
+        return _train(run, config, learners, start, show, tensorboard)
 
 
 def _pretrained(path: Path, config: Config, show) -> Start | Result:
@@ -167,8 +172,8 @@ def _pretrained(path: Path, config: Config, show) -> Start | Result:
     )
     if not (path / "result.json").exists():
         show.note(f"no --from: pretraining a model on the text of {config.task} first, in {path}")
-        bars = show.pretraining()
-        done = run.carry_on(
+        bars = show.of(PRETRAINING)
+        done = directory.carry_on(
             path,
             Pretrained.read,
             lambda p: resume_pretraining(p, bars, asked={"data": settings.data}),
@@ -179,40 +184,37 @@ def _pretrained(path: Path, config: Config, show) -> Start | Result:
     return Start.read(path, config.policy)
 
 
-def _train(directory: run.Run, config: Config, learners: list[Learner], start: int, show, tensorboard: bool) -> Result:
+def _train(run: directory.Run, config: Config, learners: list[Learner], start: int, show, tensorboard: bool) -> Result:
     def evaluate(step: int) -> None:
         lines = [{"step": step, "arm": a.policy, "eval/reward": a.evaluate()} for a in learners]
-        directory.log(lines)
+        run.log(lines)
         show.step(step, lines)
 
+    def take(step: int) -> list[dict]:
+        lines = [a.step(step) for a in learners]
+        for line in lines:
+            if alarming := grpo.alarms(line):
+                line["alarms"] = alarming
+        run.log(lines)
+        return lines
+
     if not tensorboard:
-        directory.without_tensorboard()
+        run.without_tensorboard()
     try:
-        show.start(learners, start, config.steps, directory.path)
+        show.start(learners, start, config.steps, run.path)
         if start == 0:
-            directory.save(0, learners)
+            run.save(0, learners)
             evaluate(0)
-        with Interrupts(show.note) as stop:
-            for step in range(start, config.steps):
-                lines = [a.step(step) for a in learners]
-                for line in lines:
-                    alarming = grpo.alarms(line)
-                    if alarming:
-                        line["alarms"] = alarming
-                directory.log(lines)
-                done = step + 1
-                show.step(done, lines)
-                if done % config.save_every == 0 or done == config.steps or stop.signal:
-                    directory.save(done, learners)
-                if stop.signal and done < config.steps:
-                    return Result(directory.path, finished=False, step=done, signal=stop.signal)
+        done, signal = advance(run, learners, range(start, config.steps), config.save_every, take, show)
+        if done < config.steps:
+            return Result(run.path, finished=False, step=done, signal=signal)
         evaluate(config.steps)
     finally:
         show.close()
     bits = {a.policy: _weight_bits(a) for a in learners}
-    rows = result.table(bits, run.read_metrics(directory.path))
-    done = Result(directory.path, finished=True, step=config.steps, rows=rows)
-    run.finish(directory, done, report.write)
+    rows = result.table(bits, directory.read_metrics(run.path))
+    done = Result(run.path, finished=True, step=config.steps, rows=rows)
+    directory.finish(run, done, partial(report.write, VIEW))
     return done
 
 

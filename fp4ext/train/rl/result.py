@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from .. import result
+from ..runs import result
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Row:
 
 
 class Result(result.Result):
-    """As pretraining's, with a row for each arm."""
+    """With a row for each arm."""
 
     row = Row
 

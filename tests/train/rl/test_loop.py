@@ -9,11 +9,12 @@ import torch
 import fp4ext
 from fp4ext.cli import main
 from fp4ext.train import Config as PretrainConfig
-from fp4ext.train import Refused, Shape, checkpoint, presets, pretrain
-from fp4ext.train.model import Transformer
+from fp4ext.train import Refused, Shape, pretrain
+from fp4ext.train.models.transformer import Transformer
 from fp4ext.train.rl import Config, arms, reinforce, resume
 from fp4ext.train.rl.learner import Learner
 from fp4ext.train.rl.loop import Start, _with_task
+from fp4ext.train.runs import checkpoint, presets
 
 from ..conftest import MICRO, InterruptAt
 
@@ -240,6 +241,6 @@ def test_without_a_start_it_makes_one(task, tmp_path, monkeypatch):
     out = tmp_path / "rl"
     config = small(task, arms=["matched"], steps=2)
     show = InterruptAt(4)
-    show.pretraining = lambda: show
+    show.of = lambda view: show
     assert not reinforce(config, out, show).finished and not (out / "start" / "result.json").exists()
     assert resume(out, task_file=task).finished and (out / "start" / "report.html").exists()

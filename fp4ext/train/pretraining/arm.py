@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import fp4ext
 from fp4ext.audit.live import Monitor
 
-from . import bf16, checkpoint, inkling2
-from .model import Transformer
-from .moe import Balance
-from .presets import Preset
+from ..models import build
+from ..models.moe import Balance
+from ..runs import checkpoint
+from ..runs.presets import Preset
 
 
 class Arm:
@@ -40,7 +40,7 @@ class Arm:
     def __init__(self, policy: str | fp4ext.Policy, preset: Preset, seed: int, device: torch.device, stats: int = 0):
         name = policy if isinstance(policy, str) else policy.name
         self.policy, self.preset, self.seed, self.device = name, preset, seed, device
-        self.model, self.report = build_model(policy, preset, seed, device)
+        self.model, self.report = build.fresh(policy, preset, seed, device)
         self.balance = Balance(self.model)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
@@ -117,9 +117,7 @@ class Arm:
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """fp32 [batch, time, vocab]."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.preset.model == "transformer"):
-            out = self.model(tokens.to(self.device))
-        return out if isinstance(out, Tensor) else out.logits
+        return build.logits(self.model, tokens.to(self.device))
 
     def _prepare(self, step: int) -> None:
         noise = np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)[0]
@@ -140,9 +138,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# The only functions of fp4ext.train that meet the library's core.
-
-
 def monitor(model: nn.Module, every: int) -> Monitor | None:
     """What watches the quantizers of a model, where there are any."""
     watched = Monitor(model, every)
@@ -152,20 +147,3 @@ def monitor(model: nn.Module, every: int) -> Monitor | None:
 def policy_names() -> list[str]:
     """The policies that an arm can be trained under."""
     return fp4ext.policies.names()
-
-
-def build_model(
-    policy: str | fp4ext.Policy, preset: Preset, seed: int, device: torch.device
-) -> tuple[nn.Module, fp4ext.Report]:
-    """A model under the policy, and what convert did."""
-    policy = fp4ext.policies.get(policy)
-    if preset.model == "inkling2":
-        model = inkling2.build(preset.shape, seed).to(device)
-        return model, inkling2.convert(model, policy)
-    model = Transformer(preset.shape, seed).to(device)
-    report = fp4ext.Report(policy.name)
-    if policy.name != "bf16":
-        report = fp4ext.convert(model, policy)
-    if not bf16.native(device):
-        bf16.serve(model)
-    return model, report

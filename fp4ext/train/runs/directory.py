@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 
 from fp4ext import files
+from fp4ext.errors import Refused
 
 from . import checkpoint, digest, disk
 from .config import compare
-from .errors import Refused
 
 APPEND = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 CONFIG, METRICS, RESULT = "config.json", "metrics.jsonl", "result.json"

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import fp4ext
 from fp4ext.functional.grouped import expert_ends
 
-from . import invariant
-from .presets import Shape
+from ..runs.presets import Shape
+from .products import Product
 
 
 class Router(nn.Module):
@@ -40,7 +40,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, enabled=False):
-            scores = invariant.Product.apply(x.float(), self.weight.float(), torch.float32).softmax(-1)
+            scores = Product.apply(x.float(), self.weight.float(), torch.float32, True).softmax(-1)
             # topk breaks ties as it likes
             ranked = (scores.detach() + self.selection_bias).argsort(dim=-1, descending=True, stable=True)
             chosen = ranked[:, : self.top_k]

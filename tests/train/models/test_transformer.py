@@ -5,8 +5,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from fp4ext.train import Shape, bf16
-from fp4ext.train.model import Transformer, attend
+from fp4ext.train import Shape
+from fp4ext.train.models import products
+from fp4ext.train.models.transformer import Transformer, attend
 
 SHAPE = Shape(layers=2, d=32, heads=2, ffn=64, context=16)
 
@@ -63,7 +64,7 @@ def test_bf16_products_are_autocasts():
     plain = torch.nn.Linear(64, 48)
     served = torch.nn.Sequential(torch.nn.Linear(64, 48))
     served[0].load_state_dict(plain.state_dict())
-    bf16.serve(served)
+    products.serve_bf16(served)
     x = torch.randn(4, 7, 64)
     got = []
     for module in (plain, served):

@@ -25,9 +25,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fp4ext import files as small_files
+from fp4ext.errors import Refused
 
 from . import digest, disk
-from .errors import Refused
 
 Files = dict[str, dict[str, Tensor]]  # "bf16.weights" -> name -> tensor
 MANIFEST, SUFFIX = "manifest.json", ".safetensors"

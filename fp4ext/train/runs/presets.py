@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
+from fp4ext.errors import Refused
+
 from . import typed
 from .checkpoint import MOST
-from .errors import Refused
 
 
 @dataclass(frozen=True)

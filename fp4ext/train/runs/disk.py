@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import Stopped
+from fp4ext.errors import Stopped
 
 
 def write(path: Path, data: bytes) -> None:

@@ -11,7 +11,7 @@ of 25 multiplications at the tiny preset. q, k, v (and gate, up) share one matri
 quantized once.
 
 In the stages of RL attention sums in a fixed order (fp4ext.attention), so that with row-invariant products
-(invariant.py) a token's logits depend on that token and its past alone: fed whole, or one by one through a `Past`, in
+(products.py) a token's logits depend on that token and its past alone: fed whole, or one by one through a `Past`, in
 any batch.
 """
 
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 import fp4ext
 from fp4ext.nn.activation import swiglu
 
+from ..runs.presets import Shape
 from .cache import Past, rounded
 from .moe import MoE
-from .presets import Shape
 
 
 class RMSNorm(nn.Module):

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from fp4ext.train import Refused, Stopped, checkpoint
+from fp4ext.train import Refused, Stopped
+from fp4ext.train.runs import checkpoint
 
 
 def files(value: float):

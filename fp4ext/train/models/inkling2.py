@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import fp4ext
+from fp4ext.errors import Refused
 from fp4ext.nn import transformers_experts
 
-from . import bf16
-from .errors import Refused
-from .presets import Shape
+from ..runs.presets import Shape
+from . import products
 
 LEAST = (5, 24)
 
@@ -121,12 +121,12 @@ def convert(model: nn.Module, policy: fp4ext.Policy) -> fp4ext.Report:
                 transformers_experts.swap(module)
                 module.set_policy(policy, name)
         report = fp4ext.Report(policy.name)
-    native = bf16.native(next(model.parameters()).device)
+    native = products.native(next(model.parameters()).device)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, transformers_experts.Stacked)) and not policy.keeps(name):
             _in_bf16(module)
             if not native:
-                bf16.serve(module)
+                products.serve_bf16(module)
     return report
 
 

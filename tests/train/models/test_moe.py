@@ -9,15 +9,16 @@ from torch import nn
 
 import fp4ext
 from fp4ext.testing import assert_bytes_equal
-from fp4ext.train import PRESETS, Config, Refused, Shape, checkpoint, pretrain, resume
-from fp4ext.train.model import Transformer
-from fp4ext.train.moe import Balance, MoE, Router
+from fp4ext.train import PRESETS, Config, Refused, Shape, pretrain, resume
+from fp4ext.train.models.moe import Balance, MoE, Router
+from fp4ext.train.models.transformer import Transformer
+from fp4ext.train.runs import checkpoint
 from fp4ext.train.sampler import Request, Sampler
 
-from .conftest import MICRO, InterruptAt
-from .test_invariance import MOE, model, running
-from .test_pretraining import metrics, same_checkpoint
-from .test_sampler import requests, same
+from ..conftest import MICRO, InterruptAt
+from ..test_invariance import MOE, model, running
+from ..test_pretraining import metrics, same_checkpoint
+from ..test_sampler import requests, same
 
 MOE_MICRO = MICRO.with_(shape=replace(MICRO.shape, experts=5, top_k=2, expert_ffn=32))
 

@@ -9,12 +9,14 @@ from torch import nn
 
 import fp4ext
 from fp4ext import cli
-from fp4ext.train import PRESETS, Config, Refused, Shape, checkpoint, inkling2, load, pretrain, resume
-from fp4ext.train.arm import Arm
-from fp4ext.train.config import command
+from fp4ext.train import PRESETS, Config, Refused, Shape, load, pretrain, resume
+from fp4ext.train.models import inkling2
+from fp4ext.train.pretraining.arm import Arm
+from fp4ext.train.pretraining.config import command
+from fp4ext.train.runs import checkpoint
 
-from .conftest import MICRO, InterruptAt
-from .test_pretraining import metrics, same_checkpoint
+from ..conftest import MICRO, InterruptAt
+from ..test_pretraining import metrics, same_checkpoint
 
 transformers = pytest.importorskip("transformers", minversion="5.24")
 

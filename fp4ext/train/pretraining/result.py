@@ -1,17 +1,14 @@
-"""What a run found: a row for each policy."""
+"""What pretraining found: a row for each policy."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import dataclass
 
 import numpy as np
 
-from . import digest
-from .errors import Refused
+from ..runs import result
 
 
 @dataclass(frozen=True)
@@ -48,39 +45,10 @@ class Row:
     load_min: float | None = None
 
 
-@dataclass(frozen=True)
-class Result:
-    """A run's directory and outcome. If a `signal` stopped it after `step` steps: not `finished`, no `rows`."""
+class Result(result.Result):
+    """With a row for each policy."""
 
-    row: ClassVar[type] = Row
-
-    out: Path
-    finished: bool
-    step: int
-    rows: tuple = ()
-    signal: int | None = None
-
-    @property
-    def report(self) -> Path:
-        return self.out / "report.html"
-
-    @property
-    def at(self) -> str:
-        """Where it stands."""
-        return f"step {self.step}"
-
-    @classmethod
-    def read(cls, out: Path) -> Result:
-        """That of a finished run. Raises Refused where its result.json is not as the run wrote it."""
-        found = digest.read(out / "result.json")
-        try:
-            return cls(out, finished=True, step=found["step"], rows=tuple(cls.row(**row) for row in found["rows"]))
-        except (KeyError, TypeError) as error:
-            what = f"not a result that this version of fp4ext knows ({error})"
-            raise Refused(f"{out / 'result.json'}: {what}; accepted: the file as the run wrote it") from None
-
-    def to_json(self) -> dict:
-        return {"step": self.step, "rows": [asdict(row) for row in self.rows]}
+    row = Row
 
 
 def table(arms, losses: dict[str, np.ndarray], metrics: list[dict]) -> tuple[Row, ...]:

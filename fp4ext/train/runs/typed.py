@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
-from .errors import Refused
+from fp4ext.errors import Refused
 
 # By annotation. JSON has one kind of number: a float may be written without a point, a bool is none.
 KINDS = {

@@ -14,8 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from fp4ext import files
-
-from .errors import Refused
+from fp4ext.errors import Refused
 
 KEYS = ("digest", "digests")
 

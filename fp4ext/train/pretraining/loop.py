@@ -11,17 +11,23 @@ because everything that a step depends on is in the checkpoint or is a function 
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from . import data, report, result, run
+from fp4ext.errors import Refused
+
+from .. import data
+from ..runs import directory, report
+from ..runs.config import compare, tell_changes
+from ..runs.display import Silent
+from ..runs.loop import advance
+from . import result
 from .arm import Arm
-from .config import Config, agree, command, compare, facts, tell_changes
-from .display import Silent
-from .errors import Refused
-from .interrupt import Interrupts
+from .config import Config, agree, command, facts
 from .result import Result
+from .view import VIEW
 
 
 def pretrain(config: Config, out: str | Path, show=None, tensorboard: bool = True) -> Result:
@@ -30,7 +36,7 @@ def pretrain(config: Config, out: str | Path, show=None, tensorboard: bool = Tru
     Args:
         config: what to train.
         out: the run directory; new or empty.
-        show: a display (fp4ext.train.display); none: silent.
+        show: a display (runs/display.py); none: silent.
         tensorboard: also write TensorBoard events, if it is installed.
 
     Returns:
@@ -41,7 +47,7 @@ def pretrain(config: Config, out: str | Path, show=None, tensorboard: bool = Tru
         Stopped: the disk gave out; the last checkpoint is intact.
     """
     show, out = show or Silent(), Path(out)
-    run.check_free(out, {"run": config.as_dict()})
+    directory.check_free(out, {"run": config.as_dict()})
     corpus = data.load(config.data, config.preset.shape.context)
     settings = {
         "run": config.as_dict(),
@@ -51,8 +57,8 @@ def pretrain(config: Config, out: str | Path, show=None, tensorboard: bool = Tru
     }
     with _settings(config):
         arms = _build(config)
-        with run.create(out, settings) as directory:
-            return _train(directory, config, corpus, arms, 0, show, tensorboard)
+        with directory.create(out, settings) as run:
+            return _train(run, config, corpus, arms, 0, show, tensorboard)
 
 
 def resume(out: str | Path, show=None, tensorboard: bool = True, asked: dict | None = None) -> Result:
@@ -64,11 +70,11 @@ def resume(out: str | Path, show=None, tensorboard: bool = True, asked: dict | N
             task of a file, `data` has to name that file, which is run: see task.agreed.
     """
     show, out = show or Silent(), Path(out)
-    settings = run.read_config(out)
+    settings = directory.read_config(out)
     config = Config.from_dict(settings["run"], settings["data"]["paths"])
     data.agreed(config.data, (asked or {}).get("data"), out)
     config = agree(config, asked or {})
-    with run.reopen(out) as directory, _settings(config):
+    with directory.reopen(out) as run, _settings(config):
         corpus = data.load(config.data, config.preset.shape.context)
         place = {name: settings["data"].get(name) for name in ("source", "paths")}  # the same text may have moved
         differences = compare(settings["data"], corpus.facts() | place)
@@ -77,12 +83,12 @@ def resume(out: str | Path, show=None, tensorboard: bool = True, asked: dict | N
             raise Refused(f"--resume {out}: {what}; accepted: the text that it began with")
         tell_changes(show, settings["facts"], facts(config))
         arms = _build(config)
-        start = directory.load(arms)
-        return _train(directory, config, corpus, arms, start, show, tensorboard)
+        start = run.load(arms)
+        return _train(run, config, corpus, arms, start, show, tensorboard)
 
 
 def _train(
-    directory: run.Run, config: Config, corpus: data.Corpus, arms: list[Arm], start: int, show, tensorboard: bool
+    run: directory.Run, config: Config, corpus: data.Corpus, arms: list[Arm], start: int, show, tensorboard: bool
 ) -> Result:
     p = config.preset
     windows = corpus.windows(p.eval_windows, p.shape.context)
@@ -92,43 +98,41 @@ def _train(
             mean = float(a.evaluate(*windows, step).mean())
             line["valid_loss"] = mean if math.isfinite(mean) else None
 
+    def take(step: int) -> list[dict]:
+        batch = corpus.batch(config.seed, step, p.batch, p.shape.context)
+        lines, done = [a.step(*batch, step) for a in arms], step + 1
+        evaluated = done % p.eval_every == 0 or done == p.steps
+        if evaluated:
+            evaluate(lines, done)
+        for line in lines:
+            for warning in line.get("warnings", ()):
+                show.note(f"{line['policy']}: {warning}")
+        if evaluated or done % p.log_every == 0 or any("stats" in line for line in lines):
+            run.log(lines)
+        return lines
+
     if not tensorboard:
-        directory.without_tensorboard()
+        run.without_tensorboard()
     try:
-        show.start(arms, start, p.steps, directory.path)
+        show.start(arms, start, p.steps, run.path)
         for a in arms:
             if p.model != "transformer" and a.report.converted:
                 show.note(a.said())
         if start == 0:
-            directory.save(0, arms)
+            run.save(0, arms)
             lines = [{"step": 0, "policy": a.policy} for a in arms]
             evaluate(lines, 0)
-            directory.log(lines)
+            run.log(lines)
             show.step(0, lines)
-        with Interrupts(show.note) as stop:
-            for step in range(start, p.steps):
-                batch = corpus.batch(config.seed, step, p.batch, p.shape.context)
-                lines = [a.step(*batch, step) for a in arms]
-                done = step + 1
-                evaluated = done % p.eval_every == 0 or done == p.steps
-                if evaluated:
-                    evaluate(lines, done)
-                for line in lines:
-                    for warning in line.get("warnings", ()):
-                        show.note(f"{line['policy']}: {warning}")
-                if evaluated or done % p.log_every == 0 or any("stats" in line for line in lines):
-                    directory.log(lines)
-                show.step(done, lines)
-                if done % p.save_every == 0 or done == p.steps or stop.signal:
-                    directory.save(done, arms)
-                if stop.signal and done < p.steps:
-                    return Result(directory.path, finished=False, step=done, signal=stop.signal)
-        return _finish(directory, config, corpus, arms, show)
+        done, signal = advance(run, arms, range(start, p.steps), p.save_every, take, show)
+        if done < p.steps:
+            return Result(run.path, finished=False, step=done, signal=signal)
+        return _finish(run, config, corpus, arms, show)
     finally:
         show.close()
 
 
-def _finish(directory: run.Run, config: Config, corpus: data.Corpus, arms: list[Arm], show) -> Result:
+def _finish(run: directory.Run, config: Config, corpus: data.Corpus, arms: list[Arm], show) -> Result:
     """The larger evaluation, the table and the report."""
     p = config.preset
     windows = corpus.windows(p.final_windows, p.shape.context)
@@ -137,20 +141,20 @@ def _finish(directory: run.Run, config: Config, corpus: data.Corpus, arms: list[
         show.note(f"final evaluation of {a.policy}: {len(windows[0])} windows")
         losses[a.policy] = a.evaluate(*windows, p.steps)
     means = {name: float(values.mean()) for name, values in losses.items()}
-    directory.log(
+    run.log(
         [
             {"step": p.steps, "policy": name, "final_loss": mean if math.isfinite(mean) else None}
             for name, mean in means.items()
         ]
     )
-    rows = result.table(arms, losses, run.read_metrics(directory.path))
-    done = Result(directory.path, finished=True, step=p.steps, rows=rows)
-    run.finish(directory, done, report.write)
+    rows = result.table(arms, losses, directory.read_metrics(run.path))
+    done = Result(run.path, finished=True, step=p.steps, rows=rows)
+    directory.finish(run, done, partial(report.write, VIEW))
     return done
 
 
 def _settings(config: Config):
-    return run.settings(config.threads, [torch.cuda.current_device()] if config.device == "cuda" else [])
+    return directory.settings(config.threads, [torch.cuda.current_device()] if config.device == "cuda" else [])
 
 
 def _build(config: Config) -> list[Arm]:

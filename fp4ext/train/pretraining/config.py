@@ -16,14 +16,17 @@ import numpy as np
 import torch
 
 import fp4ext
+from fp4ext.errors import Refused
 from fp4ext.policy import policy_file
 
-from . import arm, bf16, inkling2, presets, task, typed
-from .data import TASK, is_task
-from .errors import Refused
-from .presets import Preset, whole
+from .. import task
+from ..data import TASK, is_task
+from ..models import inkling2, products
+from ..runs import presets, typed
+from ..runs.config import RUN, compare
+from ..runs.presets import Preset, whole
+from . import arm
 
-RUN = "config.json: run"  # what messages call the configuration in that file
 DEFAULT_POLICIES = ("bf16", "mxfp8", "nvidia", "end_to_end")  # those of them that this version has
 # Values of a preset that the command line can change.
 ADJUSTABLE = ("steps", "batch", "lr", "warmup", "eval_every", "save_every")
@@ -144,7 +147,7 @@ def own_policy(option: str, path: str, known: Sequence[str]) -> fp4ext.Policy:
     """
     try:
         loaded = policy_file.load(path)
-    except ValueError as error:
+    except Refused as error:
         raise Refused(f"{option}: {error}") from None
     if loaded.name in known or not re.fullmatch(r"[\w.-]+", loaded.name):
         raise Refused(
@@ -168,7 +171,7 @@ def facts(config: Config) -> dict:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "processor": device,
-        "bf16_products": "native" if bf16.native(torch.device(config.device)) else "BF16 operands on fp32 units",
+        "bf16_products": "native" if products.native(torch.device(config.device)) else "BF16 operands on fp32 units",
     }
 
 
@@ -214,29 +217,7 @@ def agree(config: Config, asked: dict) -> Config:
     return Config.from_dict(config.as_dict(), asked["data"]) if asked.get("data") else config
 
 
-def tell_changes(show, began: dict, now: dict) -> None:
-    """Say what is not as it was when a run began: `facts` then and now."""
-    for change in compare(began, now):
-        show.note(f"since the run began, {change}: what follows may differ in bits")
-
-
-def compare(old: dict, new: dict, prefix: str = "") -> list[str]:
-    """What differs between two configurations, as "name: old, now new"."""
-    found = []
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += compare(a, b, f"{prefix}{key}.")
-        elif a != b:
-            found.append(f"{prefix}{key}: {_short(a)}, now {_short(b)}")
-    return found
-
-
 def _absolute(path: str | Path) -> str:
     if is_task(path):
         return TASK + task.absolute(str(path).removeprefix(TASK))
     return str(Path(path).absolute())
-
-
-def _short(value) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

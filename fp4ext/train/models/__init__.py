@@ -1,0 +1,1 @@
+"""The models that the jobs train and sample, and what they are made of."""
