@@ -18,9 +18,9 @@ from .report import Report
 SIZES = (940, 380), (360, 300)  # of the wide and of the narrow chart, pixels
 
 ABOUT_CURVES = (
-    "Relative error of the mean of B draws of dx and dw, averaged over layers. Points are measured; faint lines are the "
-    "fit variance/B + floor. Noise falls as 1/B, and drift remains. Rounding that is not random has one point, since "
-    "its whole error remains."
+    "Relative error of the mean of B draws of dx and dw, averaged over layers. Points are measured; faint lines are "
+    "the fit variance/B + floor. Noise falls as 1/B, and drift remains. Rounding that is not random has one point, "
+    "since its whole error remains."
 )
 ABOUT_ROWS = (
     "Error: E‖q−x‖²/‖x‖² of one draw q of x. Signed: Σ(q−x)·sign(x)/Σ|x|, with its 95 % interval over draws (exact "

@@ -84,5 +84,6 @@ def test_planted_faults_of_a_run(run, tmp_path, capsys):
     assert advice.pretrain == policies.get("end_to_end").pretrain
     assert advice.rules == ((drowned[0].removesuffix(".gate_up_proj"), Recipe()),)
     why = json.loads((tmp_path / "audit" / "advice.json").read_text())["why"]["rules.0"]
-    assert why.startswith("this layer stays in BF16: under sweep ") and why.endswith("of the blocks of fprop w underflow")
+    assert why.startswith("this layer stays in BF16: under sweep")
+    assert why.endswith("of the blocks of fprop w underflow")
     assert (tmp_path / "audit" / "report.html").stat().st_size > 10_000
