@@ -326,7 +326,7 @@ def product(
         b = b.to(a.dtype)
     out = torch.float32 if dtype == torch.float16 else dtype
     if offsets is not None:
-        return grouped_gemm(a, b, offsets, out, accumulate).to(dtype)
+        return grouped_gemm(a, b, offsets, out, accumulate=accumulate).to(dtype)
     if isinstance(a, Tensor) and isinstance(b, Tensor) and not own:
         return F.linear(a, b, None if bias is None else bias.to(a.dtype)).to(dtype)
     return gemm(a, b, bias, out, accumulate=accumulate).to(dtype)

@@ -77,7 +77,7 @@ class Shard:
         """The process groups over which the amax of a quantization is reduced."""
         if not self.shares_amax or not spec.fmt.has_global_scale:
             return ()
-        if spec.outer == "row":
+        if spec.group == "row":
             return self.column_groups if axis == -1 else self.row_groups
         return (*self.row_groups, *self.column_groups)
 
