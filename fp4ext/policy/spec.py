@@ -141,7 +141,7 @@ def as_spec(spec: Spec | Format | str) -> Spec:
     """
     if isinstance(spec, Spec):
         return spec
-    return Spec.parse(spec) if isinstance(spec, str) else Spec(spec)
+    return Spec.parse(spec) if isinstance(spec, str) else Spec(spec.name)
 
 
 def _one_of(what: str, value: object, accepted: tuple[str, ...]) -> None:
