@@ -1,5 +1,7 @@
 #include "machine.h"
 
+#include <signal.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -239,6 +241,7 @@ void fail(const std::string& why) {
 
 void meet_block() { meet(block().barrier, block().threads.size()); }
 void meet_cluster() { meet(machine.cluster_barrier, machine.cluster.size() * block().threads.size()); }
+bool cluster_has_met() { return machine.cluster_barrier.generation > 0; }
 
 void meet_warp(const char* collective) {
   Warp& w = block().warps[me().warp];
@@ -284,7 +287,16 @@ float round_sum(double sum) {
   return machine.options.truncate && away ? std::nextafterf(nearest, 0.0f) : nearest;
 }
 
+namespace {
+// Where the compiler's check of an address traps (build.py).
+void trapped(int) { fail("a load or store of a vector at an address that is not a multiple of its size"); }
+}  // namespace
+
 int run(Dim3 grid, Dim3 threads, size_t shared_bytes, const std::function<void()>& body, unsigned cluster) {
+  struct sigaction trap{};
+  trap.sa_handler = trapped;
+  trap.sa_flags = SA_NODEFER;  // the handler does not return
+  sigaction(SIGILL, &trap, nullptr);
   machine.dice.seed(machine.options.seed);
   machine.failed = false;
   machine.error.clear();

@@ -105,6 +105,7 @@ void yield();
 void made_progress();
 void meet_block();
 void meet_cluster();
+bool cluster_has_met();
 void meet_warp(const char* collective);
 
 // The same place in the shared memory of another block of the cluster.

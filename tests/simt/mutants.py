@@ -34,6 +34,7 @@ from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
 from .test_gemm_lanes import check as check_lanes
 from .test_gemm_lanes import test_no_stripe_of_tiles_is_lost, test_the_sign_of_zero, unaligned
 from .test_gemm_native import test_many_tiles
+from .test_ops import test_codes_at_any_address
 from .test_quantize import test_magnitude
 
 KERNELS = CSRC / "cuda"
@@ -102,6 +103,16 @@ def magnitudes(machine):
 def experts(machine):
     test_equal_the_cpu(machine, EXPERTS[3], [130, 130, 161, 161, 240])
     test_the_rotation_of_each_expert_has_its_own_length(machine, EXPERTS[3])
+
+
+def many_tiles(machine):
+    """More tiles of rows than a grid may have along y."""
+    x, w = operand("nvfp4", 128 * 7 + 1, 64, seed=1), operand("nvfp4", 4, 64, seed=2)
+    check_bound(gemm(machine, "invariant", x, w), x, w)
+
+
+def odd_codes(machine):
+    test_codes_at_any_address(machine, "nvfp4", 1)
 
 
 def swizzle(machine):
@@ -220,6 +231,8 @@ RUNS = {
     by_block: "generic/quantize_nvfp4_random.cu",
     tiles: "generic/quantize_16x16.cu",
     swizzle: "generic/dequantize.cu",
+    odd_codes: "generic/dequantize.cu",
+    many_tiles: "sm80/gemm_invariant.cu",
     experts: "generic/quantize_nvfp4_random.cu",
     invariant: "sm80/gemm_invariant.cu",
     over_tokens: "sm80/gemm_invariant.cu",
@@ -345,13 +358,16 @@ MUTANTS = [
     ("each CTA arrives at its own barriers", "sm100/gemm_native.cu", "mbarrier_arrive<kCtas>(barrier);", "mbarrier_arrive<1>(barrier);", sm100_pairs),
     ("the scales of one CTA are waited for", "sm100/gemm_native.cu", "mbarrier_init(full + s, kCtas + 1);", "mbarrier_init(full + s, 2);", sm100_pairs),
     ("the other CTA's sums are overwritten before they are read", "sm100/gemm_native.cu", "mbarrier_init(written + b, kCtas * kWriters);", "mbarrier_init(written + b, kWriters);", sm100_pairs),
-    ("nobody waits for the other CTA to make its barriers", "sm100/gemm_native.cu", "  tensor_fence_before();\n  meet_cluster<kCtas>();", "  tensor_fence_before();\n  __syncthreads();", sm100_pairs),
     ("a CTA exits while the other reaches into it", "sm100/gemm_native.cu", "  __syncwarp();\n  meet_cluster<kCtas>();", "  __syncwarp();\n  __syncthreads();", sm100_pairs),
     ("a CTA exits before the last arrivals", "sm100/gemm_native.cu", "i < end; ++i) mbarrier_wait(empty", "i < i; ++i) mbarrier_wait(empty", sm100_pairs),
     ("the other CTA hands over the work", "sm100/gemm_native.cu", "warp == kIssuer && tiles.rank == 0", "warp == kIssuer && tiles.rank == 1", sm100_pairs),
     ("both CTAs hand over the work", "sm100/gemm_native.cu", "warp == kIssuer && tiles.rank == 0 && elect_one()", "warp == kIssuer && elect_one()", sm100_pairs),
     ("a pair's product is described as one CTA's", "sm100/gemm_native.cu", "nvfp4_instruction(kCtas * kTile, kTile)", "nvfp4_instruction(kTile, kTile)", sm100_pairs),
     ("both CTAs take tiles of their own", "sm100/gemm_native.cu", "return blockIdx.x / kCtas;", "return blockIdx.x;", sm100_pairs),
+    # Grids and addresses.
+    ("a pair allocates before its CTAs have met", "sm100/gemm_native.cu", "  if constexpr (kCtas > 1) meet_cluster<kCtas>();  // a pair allocates once both of its CTAs run\n", "", sm100_pairs),
+    ("tiles along y", "sm80/gemm_invariant.cu", "const dim3 grid(static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));", "const dim3 grid(1, static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));", many_tiles),
+    ("words of codes at any address", "generic/number.cuh", "if (!is_aligned(p, 4 * kWords)) {", "if (false) {", odd_codes),
     # What the self-test of a device would meet if an instruction were misread.
     ("one row's global scale for all", "generic/gemm_finish.cu", "global_of(a.x, 0, row)", "global_of(a.x, 0, 0)", finish),
     ("one column's global scale for all", "generic/gemm_finish.cu", "global_of(a.w, 0, n)", "global_of(a.w, 0, 0)", finish),

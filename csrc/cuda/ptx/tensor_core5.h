@@ -186,6 +186,7 @@ void issue(bool copy_of_scales, std::function<void()> run) {
 template <int kCtas>
 void tensor_alloc(uint32_t* address, int columns) {
   if (columns < 32 || columns > 512 || (columns & (columns - 1))) simt::fail("tcgen05.alloc: not a power of two from 32 to 512");
+  if (kCtas > 1 && !simt::cluster_has_met()) simt::fail("tcgen05.alloc: the other CTA of the pair may not run yet");
   if (simt::me().lane == 0) {
     *address = 0;
     simt::block().tensor_columns = columns;
