@@ -70,10 +70,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_swizzled(const Tensor& x, st
 }
 
 cuda::Operand operand(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& global,
-                         const std::string& format, int64_t experts, int64_t token_experts = 0) {
+                      const std::string& format, int64_t experts, int64_t token_experts = 0) {
   using enum cuda::Elem;
   static constexpr Choice<cuda::Elem> kElems[] = {{"nvfp4", e2m1}, {"mxfp4", e2m1}, {"mxfp8", e4m3}, {"mxfp8_e5m2", e5m2},
-                                                     {"bf16", bf16},  {"fp16", fp16},  {"fp32", fp32}};
+                                                  {"bf16", bf16},  {"fp16", fp16},  {"fp32", fp32}};
   const auto elem = choose("format", format, kElems);
   const int64_t rows = product(sizes_of(codes), 0, codes.dim() - 1), globals = global ? global->numel() : 0;
   return {codes.data_ptr(),
@@ -98,7 +98,7 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
                 std::optional<Tensor> onto) {
   const int64_t experts = offsets ? offsets->numel() : 1;
   cuda::GemmArgs args{operand(x, x_scales, x_global, x_format, 1, over_tokens ? experts : 0),
-                         operand(w, w_scales, w_global, w_format, over_tokens ? 1 : experts, over_tokens ? experts : 0)};
+                      operand(w, w_scales, w_global, w_format, over_tokens ? 1 : experts, over_tokens ? experts : 0)};
   const ScalarType dtype = parse_dtype("out_dtype", out_dtype);
   Tensor y = onto          ? torch::stable::clone(*onto)
              : over_tokens ? torch::stable::new_empty(x, {experts, args.x.rows, args.w.rows}, dtype)
@@ -114,9 +114,8 @@ Tensor run_gemm(std::string kernel, const Tensor& x, std::optional<Tensor> x_sca
                                               {"decode", cuda::gemm_decode},       {"sm120", cuda::gemm_sm120},
                                               {"sm100", cuda::gemm_sm100},         {"sm100_pairs", cuda::gemm_sm100_pairs}};
   const Gemm gemm = choose("kernel", kernel, kKernels);
-  STD_TORCH_CHECK(
-      kernel == "invariant" || kernel == "lanes" || (kernel == "decode" ? cuda::decode_takes(args) : cuda::native_takes(args)),
-      kernel, " does not take these");
+  STD_TORCH_CHECK(kernel == "invariant" || kernel == "lanes" || (kernel == "decode" ? cuda::decode_takes(args) : cuda::native_takes(args)),
+                  kernel, " does not take these");
   check_launch("gemm", gemm(args, nullptr));
   return y;
 }

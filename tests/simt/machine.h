@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "races.h"
+
 // A SIMT machine on the CPU: CUDA kernels run here, from the sources that nvcc compiles, so that tests need no GPU.
 //
 //   a CUDA thread    = a fibre with its own stack; it runs until it waits for others
@@ -26,7 +28,8 @@
 // Adversarial on purpose: a warp runs as far as it can while the others stand still, in an order that the seed chooses; so
 // does a block of a cluster, and now and then some lanes of a warp. A missing barrier then shows as a wrong result, a
 // barrier that not all threads reach as a deadlock, and a pointer that is not aligned, or to a block that has exited, as
-// an error. What it cannot see: speed, memory fences, typos in the text of an instruction, an ISA misread on both sides.
+// an error. Who may rely on whose writes is counted besides (races.h), so that a missing fence or a scope too small is an
+// error under every schedule. What it cannot see: speed, typos in the text of an instruction, an ISA misread on both sides.
 namespace simt {
 
 enum class Async { early, late, random };
@@ -50,20 +53,29 @@ struct Job {
   bool copy_of_scales;  // tcgen05.cp: ordered before later mma, but not after earlier ones
   std::function<void()> run;
 };
+// A cp.async that has not landed.
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  bool exists, landed;  // landed: the bytes are there, but nobody may rely on it
+};
 
 struct Thread {
+  Agent agent;
   ucontext_t context;
   std::jmp_buf at;
   bool started, done;
   Dim3 index;
   int lane, warp;
-  std::vector<std::function<void()>> copies;  // cp.async that have not landed
-  std::vector<size_t> groups;                 // how many of them each committed group ends at
+  std::vector<Copy> copies;
+  std::vector<size_t> groups;  // how many of them each committed group ends at
 };
 
 // Where `arrived` threads wait for others.
 struct Rendezvous {
   unsigned arrived = 0, generation = 0;
+  Meeting meeting;
 };
 
 struct Warp {
@@ -72,6 +84,8 @@ struct Warp {
   // What the lanes bring to a collective, twice: a lane may arrive at the next one while others still read this one.
   std::vector<char> brought[2];
 };
+
+struct Barrier;  // mbarrier.cpp
 
 struct Block {
   Dim3 index;
@@ -82,7 +96,11 @@ struct Block {
   unsigned alive = 0;  // threads that have not exited
   std::unique_ptr<char, decltype(&std::free)> shared{nullptr, &std::free};
   size_t shared_bytes = 0;
+  Shadow shadow;
+  std::vector<std::shared_ptr<Barrier>> barriers;
   std::vector<Job> bulk, tensor;
+  Agent bulk_engine, tensor_engine;
+  std::vector<TensorCell> tensor_cells;
   std::vector<uint32_t> tensor_memory;  // 128 lanes of so many columns; 0 before they are allocated and when they are freed
   uint32_t tensor_columns;
   int current = 0;
@@ -91,6 +109,13 @@ struct Block {
 Block& block();  // of the thread that runs, or of the engine that works
 Block& block_of_cluster(int rank);
 Thread& me();
+unsigned cluster_size();
+// The shared memory of the block whose thread runs; of 0 bytes where none does.
+struct Watched {
+  char* from;
+  size_t bytes;
+};
+extern Watched watched;
 Dim3& block_size();
 Dim3& grid_size();
 std::mt19937_64& dice();
@@ -106,6 +131,7 @@ void made_progress();
 void meet_block();
 void meet_cluster();
 void meet_warp(const char* collective);
+void meet_warp_and_memory();  // __syncwarp: what each lane wrote is seen by all
 
 // The same place in the shared memory of another block of the cluster.
 void* in_block(int rank, void* shared);
@@ -121,6 +147,14 @@ const T* exchange(const char* collective, const T& value) {
   meet_warp(collective);
   return all;
 }
+
+// mbarriers. `scope`: how far what the thread wrote before, or others before they arrived, is handed over.
+void barrier_init(void* barrier, int count);
+void barrier_arrive(Block& owner, const void* barrier, Scope scope);
+void barrier_expect(const void* barrier, int bytes);
+void barrier_wait(const void* barrier, int parity, Scope scope);
+void barrier_engine_arrives(Block& owner, const void* barrier, const Message& m, const Knowledge& knew);
+void barrier_engine_counts(Block& owner, const void* barrier, int bytes, const Message& m, const Knowledge& knew);
 
 // cp.async and its groups.
 void copy_async(void* to, const void* from, size_t bytes, bool exists);

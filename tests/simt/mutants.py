@@ -4,16 +4,18 @@
 A mutant is caught where a result differs, where the machine ends the launch (a deadlock, a pointer that is not aligned,
 a collective that not all lanes reach), or where nothing comes back in time.
 
-What the machine cannot see, and no mutant here tries: memory fences, the text of an instruction, an ISA misread on both
-sides. Those are for ptxas, tests/test_sass.py and the self-test of a device's first launch.
+What the machine cannot see, and no mutant here tries: the text of an instruction, an ISA misread on both sides. Those are
+for ptxas, tests/test_sass.py and the self-test of a device's first launch.
 """
 # ruff: noqa: E501  (a table reads best with a mutant a line)
 
 import json
 import os
+import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -368,14 +370,55 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+# Every synchronization of these kernels is dropped in turn, and each that has a scope gets the block's for the pair's.
+SYNCHRONIZED = {
+    "generic/quantize_blocks.cuh": blocks,
+    "generic/quantize_16x16.cu": tiles,
+    "generic/gemm_lanes.cu": lanes,
+    "generic/attention.cu": attention,
+    "gemm.cuh": invariant,
+    "sm80/gemm_invariant.cu": invariant,
+    "sm80/gemm_decode.cu": decode,
+    "sm120/gemm_native.cu": sm120,
+    "sm100/gemm_native.cu": sm100_pairs,
+}
+SYNCHRONIZATION = re.compile(
+    r"\b(__syncthreads|__syncwarp|commit_copies|wait_copies|fence_for_engines|tensor_fence_before|tensor_fence_after"
+    r"|mbarriers_are_made|mbarrier_wait|meet_cluster|tensor_commit|mbarrier_arrive)(<[^<>;]*(?:<[^<>]*>)?[^<>;]*>)?\(([^;]*)\);"
+)
+# What is right without them, and why they are there.
+REDUNDANT = {
+    "without __syncwarp(), number 2 in sm100/gemm_native.cu": "the thread that made the barriers is of another warp than allocates",
+    "without tensor_fence_before(), number 1 in sm100/gemm_native.cu": "tcgen05.alloc is no asynchronous instruction",
+    "without tensor_fence_after(), number 1 in sm100/gemm_native.cu": "a fence follows each wait before tcgen05 is issued",
+}
+
+
+def dropped() -> Iterator[tuple]:
+    """Mutants like those of MUTANTS, whose text is a place in the source."""
+    for file, check in SYNCHRONIZED.items():
+        source = (KERNELS / file).read_text()
+        for match in SYNCHRONIZATION.finditer(source):
+            calls = f"{match[1]}{match[2] or ''}({match[3]})"
+            nth = len(re.findall(re.escape(calls), source[: match.start()])) + 1
+            where = f"{calls}, number {nth} in {file}"
+            yield f"without {where}", file, match.span(), ";", check
+            if match[2] == "<kCtas>":
+                yield f"for one block {where}", file, match.span(2), "<1>", check
+
+
 def built(mutant) -> Path:
     """The library with the mutant's edit."""
     name, file, text, instead, check = mutant
     source = (KERNELS / file).read_text()
-    assert source.count(text) == 1, (
-        f"{name}: {file} has {text!r} {source.count(text)} times; a mutant follows its source"
-    )
-    return build({KERNELS / file: source.replace(text, instead)}, only=[KERNELS / RUNS[check]])
+    if isinstance(text, tuple):
+        edited = source[: text[0]] + instead + source[text[1] :]
+    else:
+        assert source.count(text) == 1, (
+            f"{name}: {file} has {text!r} {source.count(text)} times; a mutant follows its source"
+        )
+        edited = source.replace(text, instead)
+    return build({KERNELS / file: edited}, only=[KERNELS / RUNS[check]])
 
 
 def caught(library: Path, check) -> str | None:
@@ -405,11 +448,12 @@ def caught(library: Path, check) -> str | None:
 
 
 def main(names: list[str]) -> None:
-    known = [mutant[0] for mutant in MUTANTS]
+    mutants = [*MUTANTS, *dropped()]
+    known = [mutant[0] for mutant in mutants]
     unknown = [name for name in names if name not in known]
     if unknown:
         sys.exit(f"unknown mutants {', '.join(unknown)}; accepted: {', '.join(known)}")
-    chosen = [mutant for mutant in MUTANTS if not names or mutant[0] in names]
+    chosen = [mutant for mutant in mutants if not names or mutant[0] in names]
     for check in dict.fromkeys(mutant[-1] for mutant in chosen):
         why = caught(build(), check)
         assert why is None, f"{check.__name__} fails without a mutant: {why}"

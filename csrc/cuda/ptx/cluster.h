@@ -54,7 +54,7 @@ int cta_rank() {
 }
 template <int kCtas>
 void meet_cluster() {
-  simt::meet_cluster();
+  kCtas == 1 ? simt::meet_block() : simt::meet_cluster();
 }
 
 #endif
