@@ -31,6 +31,8 @@ FLAGS = "-std=c++20 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-math-e
 DEFINES = ["-DFP4EXT_CUDA_LIBRARY=fp4ext_simt", "-DFP4EXT_CUDA_KEY=CPU", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
 # Each access of a kernel is a call of races.cpp, which stands in for the library that the compiler means.
 WATCH = "-fsanitize=thread --param tsan-instrument-func-entry-exit=0".split()
+# What runs for each access and each product.
+FAST = ["-O3"]
 SANITIZE = "-g1 -fsanitize=address,undefined -fno-sanitize=alignment -fno-sanitize-recover=undefined".split()
 
 
@@ -54,7 +56,8 @@ def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, 
     def compiled(path: Path) -> Path:
         reached = only is None or path in only
         watch = WATCH if not sanitize and path.is_relative_to(CSRC / "cuda") else []
-        return _object(path, tree if reached else ROOT, edits if reached else {}, flags + watch)
+        fast = FAST if path.parent == HERE and path.stem != "library" else []
+        return _object(path, tree if reached else ROOT, edits if reached else {}, flags + watch + fast)
 
     # One process at a time compiles what many want; of the others, each mutant's files are its own.
     with _locked() if not edits else nullcontext(), ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -302,12 +302,6 @@ void wait_copies(size_t pending_groups) {
   }
 }
 
-float round_sum(double sum) {
-  const float nearest = static_cast<float>(sum);
-  const bool away = std::fabs(static_cast<double>(nearest)) > std::fabs(sum);
-  return machine.options.truncate && away ? std::nextafterf(nearest, 0.0f) : nearest;
-}
-
 int run(Dim3 grid, Dim3 threads, size_t shared_bytes, const std::function<void()>& body, unsigned cluster) {
   machine.dice.seed(machine.options.seed);
   machine.failed = false;

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "arithmetic.h"
 #include "races.h"
 
 // A SIMT machine on the CPU: CUDA kernels run here, from the sources that nvcc compiles, so that tests need no GPU.
@@ -37,7 +38,7 @@ enum class Async { early, late, random };
 struct Options {
   uint64_t seed = 0;
   Async async = Async::late;
-  bool truncate = false;          // tensor cores round each mma toward zero, instead of to nearest
+  Arithmetic arithmetic = Arithmetic::hardware;
   std::array<int, 64> devices{};  // compute capability of each device, times 10
   int device = 0;                 // where all tensors are
 };
@@ -83,6 +84,9 @@ struct Warp {
   const char* collective = nullptr;
   // What the lanes bring to a collective, twice: a lane may arrive at the next one while others still read this one.
   std::vector<char> brought[2];
+  // What they make of it together.
+  std::vector<char> made[2];
+  unsigned made_in[2] = {~0u, ~0u};  // which generation
 };
 
 struct Barrier;  // mbarrier.cpp
@@ -148,6 +152,20 @@ const T* exchange(const char* collective, const T& value) {
   return all;
 }
 
+// Every lane brings a value, and gets its own of the 32 that one of them makes of all.
+template <class Out, class In, class Make>
+const Out& together(const char* collective, const In& value, Make make) {
+  Warp& warp = block().warps[me().warp];
+  const unsigned generation = warp.rendezvous.generation, at = generation & 1;
+  const In* all = exchange(collective, value);
+  if (warp.made_in[at] != generation) {
+    warp.made_in[at] = generation;
+    if (warp.made[at].size() < 32 * sizeof(Out)) warp.made[at].resize(32 * sizeof(Out));
+    make(all, reinterpret_cast<Out*>(warp.made[at].data()));
+  }
+  return reinterpret_cast<const Out*>(warp.made[at].data())[me().lane];
+}
+
 // mbarriers. `scope`: how far what the thread wrote before, or others before they arrived, is handed over.
 void barrier_init(void* barrier, int count);
 void barrier_arrive(Block& owner, const void* barrier, Scope scope);
@@ -160,9 +178,6 @@ void barrier_engine_counts(Block& owner, const void* barrier, int bytes, const M
 void copy_async(void* to, const void* from, size_t bytes, bool exists);
 void commit_copies();
 void wait_copies(size_t pending_groups);
-
-// What a tensor core makes of an exact sum.
-float round_sum(double sum);
 
 // Runs the blocks of a grid, in clusters of so many along x. Returns 0, or 1 where the machine ended the launch: last_error()
 // says why.

@@ -32,7 +32,7 @@ from .test_attention import qkv, test_in_turns, test_underflow_keeps_the_sign_of
 from .test_experts import KEYS as EXPERTS
 from .test_experts import test_equal_the_cpu, test_the_rotation_of_each_expert_has_its_own_length
 from .test_experts import test_swizzle as check_swizzle
-from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
+from .test_gemm import check_bound, gemm, test_added_to_y, test_decode_is_prefill, test_over_tokens
 from .test_gemm_lanes import check as check_lanes
 from .test_gemm_lanes import test_no_stripe_of_tiles_is_lost, test_the_sign_of_zero, unaligned
 from .test_gemm_native import test_many_tiles
@@ -75,7 +75,7 @@ def multiply(machine, kernel, *formats, m=70, n=40):
             wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, None, "float32", "invariant", "cpu")
             assert_bytes_equal(gemm(machine, kernel, x, w), wanted, f"{kernel} {format}")
             x, w = operand(format, m, k, seed=seed), operand(format, n, k, seed=9 + seed)
-            check_bound(gemm(machine, kernel, x, w), x, w)
+            check_bound(gemm(machine, kernel, x, w), x, w, native=format if kernel.startswith("sm1") else None)
 
 
 def grouped(machine, kernel):
@@ -129,6 +129,10 @@ def over_tokens(machine):
 def decode(machine):
     multiply(machine, "decode", "nvfp4")
     grouped(machine, "decode")
+
+
+def decode_is_prefill(machine):
+    test_decode_is_prefill(machine, "nvfp4", "nvfp4", "hardware")
 
 
 def lanes(machine):
@@ -187,7 +191,7 @@ def finish(machine):
     machine.ops.set_device(0, 90)
     x, w = operand("nvfp4", 20, 128, seed=1, outer="row"), operand("nvfp4", 1030, 128, seed=2, outer="row")
     y = machine.ops.gemm(*x.parts, *w.parts, None, "float32", "fast", "fast")
-    check_bound(y, x, w, truncate=True)
+    check_bound(y, x, w, "toward_zero")
 
 
 def self_test_sm120(machine):
@@ -226,6 +230,7 @@ RUNS = {
     invariant: "sm80/gemm_invariant.cu",
     over_tokens: "sm80/gemm_invariant.cu",
     decode: "sm80/gemm_decode.cu",
+    decode_is_prefill: "sm80/gemm_decode.cu",
     lanes: "generic/gemm_lanes.cu",
     attention: "generic/attention.cu",
     sm120: "sm120/gemm_native.cu",
@@ -290,6 +295,7 @@ MUTANTS = [
     ("no barrier before the chunks are added", "sm80/gemm_decode.cu", "  __syncthreads();\n\n  for (int i = threadIdx.x; i < x_rows", "  for (int i = threadIdx.x; i < x_rows", decode),
     ("a chunk is left out", "sm80/gemm_decode.cu", "for (int c = 1; c < chunks; ++c)", "for (int c = 1; c < chunks - 1; ++c)", decode),
     ("fragments of the wrong half", "sm80/gemm_decode.cu", "high = e2m1_pair(u.y", "high = e2m1_pair(u.x", decode),
+    ("the halves of an instruction change places", "sm80/gemm_decode.cu", "low = e2m1_pair(u.x >> (8 * t), scale);\n    high = e2m1_pair(u.y", "high = e2m1_pair(u.x >> (8 * t), scale);\n    low = e2m1_pair(u.y", decode_is_prefill),
     # the law's own lanes
     ("no barrier between steps of lanes", "generic/gemm_lanes.cu", "close_chunk(acc, total);\n    __syncthreads();", "close_chunk(acc, total);", lanes),
     ("neighbouring lanes are added first", "generic/gemm_lanes.cu", "fold<8>(acc);\n  fold<4>(acc);\n  fold<2>(acc);\n  fold<1>(acc);", "fold<8>(acc);\n  fold<4>(acc);\n  fold<1>(acc);\n  fold<2>(acc);", lanes),
@@ -391,6 +397,7 @@ REDUNDANT = {
     "without __syncwarp(), number 2 in sm100/gemm_native.cu": "the thread that made the barriers is of another warp than allocates",
     "without tensor_fence_before(), number 1 in sm100/gemm_native.cu": "tcgen05.alloc is no asynchronous instruction",
     "without tensor_fence_after(), number 1 in sm100/gemm_native.cu": "a fence follows each wait before tcgen05 is issued",
+    "without tensor_fence_after(), number 3 in sm100/gemm_native.cu": "the fence after the wait for the step follows, and nothing is issued between",
 }
 
 

@@ -1,10 +1,6 @@
 #pragma once
 #include "mbarrier.h"
 
-#if !defined(__CUDACC__)
-#include "../../numerics/e8m0.h"
-#endif
-
 // tcgen05, the fifth generation of tensor cores (PTX ISA 9.7.16; sm_100a, sm_103a). It is an engine of its own: a
 // thread hands it operands in shared memory and accumulators in tensor memory (128 lanes × 512 columns of 32 bits), and it
 // arrives at an mbarrier when it is done.
@@ -149,42 +145,38 @@ std::array<simt::Block*, kCtas> group() {
   return blocks;
 }
 
-// kBits: of an element; value(byte or nibble), scale(byte); the instruction's K is 256 / kBits.
-template <int kCtas, int kBits, int kBlock, class Value, class Scale>
-void mma(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales, bool add, const simt::Order& order,
-         Value value, Scale scale) {
-  constexpr int kSize = 256 / kBits;
+// Scales lie in each quarter of the lanes on their own: rows 32 q to 32 q + 31 of d are made with those of quarter q.
+template <int kCtas, class Line>
+void mma(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales, bool add,
+         const simt::Order& order) {
   const int n = (instruction >> 17 & 63) * 8;
   if ((instruction >> 27 & 3) != kCtas || n == 0) simt::fail("tcgen05.mma: an instruction descriptor that is not 128 rows for each CTA");
   if (n % (16 * kCtas) != 0) simt::fail("tcgen05.mma: columns that the group cannot share");
   const uint32_t a_byte = instruction >> 29 & 3, b_byte = instruction >> 4 & 3;
   const auto blocks = group<kCtas>();
-  for (simt::Block* own : blocks) {
-    // Row `row` of an operand in the shared memory of `block`; its scales are row `scaled` in this CTA's tensor memory.
-    const auto elements = [&](double* to, simt::Block* block, uint64_t operand, int row, uint32_t scales, uint32_t first, int scaled) {
-      for (int half = 0; half < 2; ++half) {
-        const uint8_t* codes = piece_of(*block, operand, row, 16 * half, order);
-        for (int k = half * kSize / 2; k < (half + 1) * kSize / 2; ++k) {
-          const uint32_t code = codes[k * kBits / 8 % 16] >> (k * kBits % 8);
-          const uint32_t factor = memory(*own, scaled % 32, (scales & 0xffff) + scaled / 32) >> (8 * (first + k / kBlock));
-          to[k] = static_cast<double>(value(code)) * static_cast<double>(scale(factor & 0xff));
+  std::array<Line, 32> rows;
+  std::vector<Line> columns(n);
+  for (simt::Block* own : blocks)
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      // Row `row` of an operand in the shared memory of `block`; its scales are row `scaled` in this quarter.
+      const auto decode = [&](Line& line, simt::Block* block, uint64_t operand, int row, uint32_t scales, uint32_t first, int scaled) {
+        uint8_t codes[32];
+        for (int half = 0; half < 2; ++half) std::memcpy(codes + 16 * half, piece_of(*block, operand, row, 16 * half, order), 16);
+        line.decode(codes, memory(*own, 32 * quarter + scaled % 32, (scales & 0xffff) + scaled / 32) >> (8 * first));
+      };
+      for (int r = 0; r < 32; ++r) decode(rows[r], own, a, 32 * quarter + r, a_scales, a_byte, 32 * quarter + r);
+      for (int c = 0; c < n; ++c) decode(columns[c], blocks[c / (n / kCtas)], b, c % (n / kCtas), b_scales, b_byte, c);
+      for (int r = 0; r < 32; ++r)
+        for (int c = 0; c < n; ++c) {
+          const int lane = 32 * quarter + r, column = (d & 0xffff) + c;
+          uint32_t& at = memory(*own, lane, column);
+          float sum = 0.0f;
+          if (add) std::memcpy(&sum, &at, 4);
+          sum = simt::dot(rows[r], columns[c], sum);
+          std::memcpy(&at, &sum, 4);
+          simt::tensor_writes(cell(*own, lane, column), simt::block().tensor_engine, order);
         }
-      }
-    };
-    std::vector<double> rows(128 * kSize), columns(n * kSize);
-    for (int m = 0; m < 128; ++m) elements(&rows[m * kSize], own, a, m, a_scales, a_byte, m);
-    for (int c = 0; c < n; ++c) elements(&columns[c * kSize], blocks[c / (n / kCtas)], b, c % (n / kCtas), b_scales, b_byte, c);
-    for (int m = 0; m < 128; ++m)
-      for (int c = 0; c < n; ++c) {
-        float old = 0.0f;
-        if (add) std::memcpy(&old, &memory(*own, m, (d & 0xffff) + c), 4);
-        double sum = old;
-        for (int k = 0; k < kSize; ++k) sum += rows[m * kSize + k] * columns[c * kSize + k];
-        const float rounded = simt::round_sum(sum);
-        std::memcpy(&memory(*own, m, (d & 0xffff) + c), &rounded, 4);
-        simt::tensor_writes(cell(*own, m, (d & 0xffff) + c), simt::block().tensor_engine, order);
-      }
-  }
+    }
 }
 
 template <int kCtas>
@@ -231,18 +223,14 @@ template <int kCtas>
 void tensor_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales, bool add) {
   if ((instruction >> 7 & 7) != 1 || (instruction >> 10 & 3) != 1 || (instruction >> 23 & 1)) simt::fail("tcgen05.mma: not NVFP4");
   simt_tensor::issue<kCtas>(false, [=](const simt::Order& order) {
-    simt_tensor::mma<kCtas, 4, 16>(
-        d, a, b, instruction, a_scales, b_scales, add, order, [](uint32_t u) { return E2M1::signed_value(u & 15u); },
-        [](uint32_t u) { return decode_e4m3_scale(u & 0x7fu); });
+    simt_tensor::mma<kCtas, simt::Fp4Line>(d, a, b, instruction, a_scales, b_scales, add, order);
   });
 }
 template <int kCtas>
 void tensor_mma_mxfp8(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales, bool add) {
   if ((instruction >> 7 & 63) || !(instruction >> 23 & 1)) simt::fail("tcgen05.mma: not MXFP8");
   simt_tensor::issue<kCtas>(false, [=](const simt::Order& order) {
-    simt_tensor::mma<kCtas, 8, 32>(
-        d, a, b, instruction, a_scales, b_scales, add, order, [](uint32_t u) { return decode_e4m3_scale(u & 0xffu); },
-        [](uint32_t u) { return decode_e8m0(u); });
+    simt_tensor::mma<kCtas, simt::Fp8Line>(d, a, b, instruction, a_scales, b_scales, add, order);
   });
 }
 // The arrival at the other CTA travels: it may come late, and after a later one.
