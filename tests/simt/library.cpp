@@ -11,11 +11,14 @@
 namespace fp4ext {
 namespace {
 
-void configure(int64_t seed, std::string async, bool truncate) {
+void configure(int64_t seed, std::string async, std::string arithmetic) {
   static constexpr Choice<simt::Async> kAsync[] = {
       {"early", simt::Async::early}, {"late", simt::Async::late}, {"random", simt::Async::random}};
+  static constexpr Choice<simt::Arithmetic> kArithmetic[] = {
+      {"nearest", simt::Arithmetic::nearest}, {"toward_zero", simt::Arithmetic::toward_zero}, {"hardware", simt::Arithmetic::hardware}};
   auto& o = simt::options();
-  o.seed = static_cast<uint64_t>(seed), o.async = choose("async", async, kAsync), o.truncate = truncate;
+  o.seed = static_cast<uint64_t>(seed), o.async = choose("async", async, kAsync);
+  o.arithmetic = choose("arithmetic", arithmetic, kArithmetic);
 }
 
 // All tensors are on device i, which is an sm_<sm>.
@@ -141,7 +144,7 @@ Tensor run_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::opt
 
 STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
 #include "schemas.inc"
-  m.def("configure(int seed, str async, bool truncate) -> ()");
+  m.def("configure(int seed, str async, str arithmetic) -> ()");
   m.def("set_device(int i, int sm) -> ()");
   m.def("self_test(str kernel) -> str");
   m.def("same_bits(str kernel, str other) -> str");

@@ -1,5 +1,7 @@
 #include "machine.h"
 
+#include <signal.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -86,6 +88,7 @@ void start_block(Block& b, Dim3 threads, size_t shared_bytes) {
   if (posix_memalign(&memory, 1024, shared_bytes + 1)) std::abort();
   b.shared.reset(static_cast<char*>(memory));
   b.shared_bytes = shared_bytes;
+  b.known.assign(shared_bytes, Known::always);
   std::memset(memory, machine.dice() & 1 ? 0xff : 0xcd, shared_bytes);  // NaNs, or large numbers
   while (machine.stacks.size() < first + n) machine.stacks.emplace_back(new char[kStack]);
   for (unsigned i = 0; i < n; ++i) {
@@ -93,7 +96,8 @@ void start_block(Block& b, Dim3 threads, size_t shared_bytes) {
     t.index = {i % threads.x, i / threads.x % threads.y, i / (threads.x * threads.y)};
     t.lane = static_cast<int>(i % 32), t.warp = static_cast<int>(i / 32);
     t.started = t.done = false;
-    t.copies.clear(), t.groups.clear();
+    t.copies.clear(), t.groups.clear(), t.written.clear();
+    t.synchronized = t.accessed = false;
     getcontext(&t.context);
     t.context.uc_stack.ss_sp = machine.stacks[first + i].get();
     t.context.uc_stack.ss_size = kStack;
@@ -204,6 +208,12 @@ void run_cluster() {
     if (b.tensor_columns) fail("tcgen05: tensor memory that a block has not freed");
 }
 
+// tcgen05: threads that meet have to have fenced what they did before, and to fence before what they do next.
+void synchronize() {
+  if (me().accessed) fail("tcgen05: a synchronization without fence::before_thread_sync");
+  me().synchronized = true;
+}
+
 void meet(Rendezvous& r, unsigned all) {
   const unsigned generation = r.generation;
   if (++r.arrived == all) {
@@ -237,8 +247,15 @@ void fail(const std::string& why) {
   std::abort();  // a failed launch never resumes a thread
 }
 
-void meet_block() { meet(block().barrier, block().threads.size()); }
-void meet_cluster() { meet(machine.cluster_barrier, machine.cluster.size() * block().threads.size()); }
+void meet_block() {
+  synchronize();
+  meet(block().barrier, block().threads.size());
+}
+void meet_cluster() {
+  synchronize();
+  meet(machine.cluster_barrier, machine.cluster.size() * block().threads.size());
+}
+bool cluster_has_met() { return machine.cluster_barrier.generation > 0; }
 
 void meet_warp(const char* collective) {
   Warp& w = block().warps[me().warp];
@@ -257,7 +274,10 @@ void* in_block(int rank, void* shared) {
 void copy_async(void* to, const void* from, size_t bytes, bool exists) {
   if (((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) & (bytes - 1)) != 0)
     fail("cp.async: an address is not a multiple of its size");
-  const auto copy = [=] { exists ? std::memcpy(to, from, bytes) : std::memset(to, 0, bytes); };
+  const auto copy = [=] {
+    exists ? std::memcpy(to, from, bytes) : std::memset(to, 0, bytes);
+    written(to, bytes);
+  };
   const Async async = machine.options.async;
   if (async == Async::early || (async == Async::random && machine.dice() % 2))
     copy();
@@ -278,13 +298,54 @@ void wait_copies(size_t pending_groups) {
   }
 }
 
-float round_sum(double sum) {
-  const float nearest = static_cast<float>(sum);
-  const bool away = std::fabs(static_cast<double>(nearest)) > std::fabs(sum);
-  return machine.options.truncate && away ? std::nextafterf(nearest, 0.0f) : nearest;
+void written(void* to, size_t bytes) {
+  Block& b = block();
+  char* first = static_cast<char*>(to);
+  std::fill_n(b.known.begin() + (first - b.shared.get()), bytes, Known::never);
+  me().written.emplace_back(first, bytes);
+}
+void fence_for_engines(Known scope) {
+  Block& b = block();
+  for (const auto& [first, bytes] : me().written) std::fill_n(b.known.begin() + (first - b.shared.get()), bytes, scope);
+  me().written.clear();
+}
+void engine_reads(const Block& b, const Block& by, const void* from, size_t bytes) {
+  const size_t first = static_cast<const char*>(from) - b.shared.get();
+  for (size_t i = first; i < first + bytes; ++i) {
+    if (b.known[i] == Known::never) fail("an engine reads what a thread wrote and did not fence for it");
+    if (b.known[i] == Known::in_cta && &b != &by) fail("an engine of another CTA reads what a thread fenced for its own alone");
+  }
+}
+void engine_writes(Block& b, void* to, size_t bytes) {
+  std::fill_n(b.known.begin() + (static_cast<char*>(to) - b.shared.get()), bytes, Known::always);
 }
 
+float sum_of(std::span<const double> terms, int bits) {
+  double largest = 0.0, exact = 0.0;
+  for (double t : terms) largest = std::max(largest, std::fabs(t)), exact += t;
+  const Arithmetic arithmetic = machine.options.arithmetic;
+  if (arithmetic == Arithmetic::hardware && largest > 0.0 && std::isfinite(exact)) {
+    const int unit = std::ilogb(largest) - bits;
+    const double up = std::ldexp(1.0, -unit);
+    int64_t sum = 0;
+    for (double t : terms) sum += static_cast<int64_t>(t * up);
+    exact = std::ldexp(static_cast<double>(sum), unit);
+  }
+  const float nearest = static_cast<float>(exact);
+  const bool away = std::fabs(static_cast<double>(nearest)) > std::fabs(exact);
+  return arithmetic != Arithmetic::nearest && away ? std::nextafterf(nearest, 0.0f) : nearest;
+}
+
+namespace {
+// Where the compiler's check of an address traps (build.py).
+void trapped(int) { fail("a load or store of a vector at an address that is not a multiple of its size"); }
+}  // namespace
+
 int run(Dim3 grid, Dim3 threads, size_t shared_bytes, const std::function<void()>& body, unsigned cluster) {
+  struct sigaction trap{};
+  trap.sa_handler = trapped;
+  trap.sa_flags = SA_NODEFER;  // the handler does not return
+  sigaction(SIGILL, &trap, nullptr);
   machine.dice.seed(machine.options.seed);
   machine.failed = false;
   machine.error.clear();

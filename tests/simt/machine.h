@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -26,15 +27,22 @@
 // Adversarial on purpose: a warp runs as far as it can while the others stand still, in an order that the seed chooses; so
 // does a block of a cluster, and now and then some lanes of a warp. A missing barrier then shows as a wrong result, a
 // barrier that not all threads reach as a deadlock, and a pointer that is not aligned, or to a block that has exited, as
-// an error. What it cannot see: speed, memory fences, typos in the text of an instruction, an ISA misread on both sides.
+// an error. Engines see what threads wrote only where it was fenced for them, and tcgen05 is checked for its fences. What it
+// cannot see: speed, order between threads without a barrier, typos in the text of an instruction, an ISA misread on both
+// sides.
 namespace simt {
 
 enum class Async { early, late, random };
 
+// What a tensor core does with the terms of a sum, of which the accumulator is one: add them exactly and round once, to
+// nearest or toward zero; or, as hardware does it, cut each term toward zero at some bits below the largest one's exponent,
+// add exactly, and round toward zero (MMA-Sim, arXiv 2511.10909, whose authors report the bits of devices).
+enum class Arithmetic { nearest, toward_zero, hardware };
+
 struct Options {
   uint64_t seed = 0;
   Async async = Async::late;
-  bool truncate = false;          // tensor cores round each mma toward zero, instead of to nearest
+  Arithmetic arithmetic = Arithmetic::hardware;
   std::array<int, 64> devices{};  // compute capability of each device, times 10
   int device = 0;                 // where all tensors are
 };
@@ -57,9 +65,16 @@ struct Thread {
   bool started, done;
   Dim3 index;
   int lane, warp;
-  std::vector<std::function<void()>> copies;  // cp.async that have not landed
-  std::vector<size_t> groups;                 // how many of them each committed group ends at
+  std::vector<std::function<void()>> copies;      // cp.async that have not landed
+  std::vector<size_t> groups;                     // how many of them each committed group ends at
+  std::vector<std::pair<char*, size_t>> written;  // to shared memory, and not fenced for engines since
+  // tcgen05: whether a synchronization came after the last fence::after_thread_sync, and an access that has to end before
+  // the next one came after the last fence::before_thread_sync.
+  bool synchronized = false, accessed = false;
 };
+
+// How far what threads wrote to a byte of shared memory is known to engines (the async proxy).
+enum class Known : uint8_t { always, never, in_cta, in_cluster };
 
 // Where `arrived` threads wait for others.
 struct Rendezvous {
@@ -82,6 +97,7 @@ struct Block {
   unsigned alive = 0;  // threads that have not exited
   std::unique_ptr<char, decltype(&std::free)> shared{nullptr, &std::free};
   size_t shared_bytes = 0;
+  std::vector<Known> known;  // of each byte of shared memory
   std::vector<Job> bulk, tensor;
   std::vector<uint32_t> tensor_memory;  // 128 lanes of so many columns; 0 before they are allocated and when they are freed
   uint32_t tensor_columns;
@@ -105,6 +121,7 @@ void yield();
 void made_progress();
 void meet_block();
 void meet_cluster();
+bool cluster_has_met();
 void meet_warp(const char* collective);
 
 // The same place in the shared memory of another block of the cluster.
@@ -127,8 +144,39 @@ void copy_async(void* to, const void* from, size_t bytes, bool exists);
 void commit_copies();
 void wait_copies(size_t pending_groups);
 
-// What a tensor core makes of an exact sum.
-float round_sum(double sum);
+// A thread wrote to shared memory of its own block. An engine sees it after the thread's fence for engines, in its own CTA
+// or in the cluster.
+void written(void* to, size_t bytes);
+void fence_for_engines(Known scope);
+// An engine that block `by` hands work to reads shared memory of `block`, or writes it.
+void engine_reads(const Block& block, const Block& by, const void* from, size_t bytes);
+void engine_writes(Block& block, void* to, size_t bytes);
+
+// What a tensor core makes of a sum, whose last term is the accumulator; `bits`: where hardware cuts each term.
+float sum_of(std::span<const double> terms, int bits);
+
+// The terms of a block-scaled product: of 8-bit elements each is one, cut at 25 bits; those of 4-bit elements are added
+// exactly in a block of kBlock, and the blocks cut at 35 (MMA-Sim).
+template <int kBits>
+class ScaledTerms {
+ public:
+  explicit ScaledTerms(int block) : block_(block) {}
+  void add(int k, double product) {
+    if (kBits == 8 || k % block_ == 0)
+      terms_[count_++] = product;
+    else
+      terms_[count_ - 1] += product;
+  }
+  float sum_with(float accumulator) {
+    terms_[count_++] = accumulator;
+    return sum_of({terms_.data(), count_}, kBits == 8 ? 25 : 35);
+  }
+
+ private:
+  int block_;
+  size_t count_ = 0;
+  std::array<double, 33> terms_;
+};
 
 // Runs the blocks of a grid, in clusters of so many along x. Returns 0, or 1 where the machine ended the launch: last_error()
 // says why.

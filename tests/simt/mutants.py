@@ -4,8 +4,8 @@
 A mutant is caught where a result differs, where the machine ends the launch (a deadlock, a pointer that is not aligned,
 a collective that not all lanes reach), or where nothing comes back in time.
 
-What the machine cannot see, and no mutant here tries: memory fences, the text of an instruction, an ISA misread on both
-sides. Those are for ptxas, tests/test_sass.py and the self-test of a device's first launch.
+What the machine cannot see, and no mutant here tries: the text of an instruction, an ISA misread on both sides. Those are
+for ptxas, tests/test_sass.py and the self-test of a device's first launch.
 """
 # ruff: noqa: E501  (a table reads best with a mutant a line)
 
@@ -34,6 +34,7 @@ from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
 from .test_gemm_lanes import check as check_lanes
 from .test_gemm_lanes import test_no_stripe_of_tiles_is_lost, test_the_sign_of_zero, unaligned
 from .test_gemm_native import test_many_tiles
+from .test_ops import test_codes_at_any_address
 from .test_quantize import test_magnitude
 
 KERNELS = CSRC / "cuda"
@@ -73,7 +74,7 @@ def multiply(machine, kernel, *formats, m=70, n=40):
             wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, None, "float32", "invariant", "cpu")
             assert_bytes_equal(gemm(machine, kernel, x, w), wanted, f"{kernel} {format}")
             x, w = operand(format, m, k, seed=seed), operand(format, n, k, seed=9 + seed)
-            check_bound(gemm(machine, kernel, x, w), x, w)
+            check_bound(gemm(machine, kernel, x, w), x, w, native=format if kernel.startswith("sm1") else None)
 
 
 def grouped(machine, kernel):
@@ -102,6 +103,16 @@ def magnitudes(machine):
 def experts(machine):
     test_equal_the_cpu(machine, EXPERTS[3], [130, 130, 161, 161, 240])
     test_the_rotation_of_each_expert_has_its_own_length(machine, EXPERTS[3])
+
+
+def many_tiles(machine):
+    """More tiles of rows than a grid may have along y."""
+    x, w = operand("nvfp4", 128 * 7 + 1, 64, seed=1), operand("nvfp4", 4, 64, seed=2)
+    check_bound(gemm(machine, "invariant", x, w), x, w)
+
+
+def odd_codes(machine):
+    test_codes_at_any_address(machine, "nvfp4", 1)
 
 
 def swizzle(machine):
@@ -185,7 +196,7 @@ def finish(machine):
     machine.ops.set_device(0, 90)
     x, w = operand("nvfp4", 20, 128, seed=1, outer="row"), operand("nvfp4", 1030, 128, seed=2, outer="row")
     y = machine.ops.gemm(*x.parts, *w.parts, None, "float32", "fast", "fast")
-    check_bound(y, x, w, truncate=True)
+    check_bound(y, x, w, "toward_zero")
 
 
 def self_test_sm120(machine):
@@ -220,6 +231,8 @@ RUNS = {
     by_block: "generic/quantize_nvfp4_random.cu",
     tiles: "generic/quantize_16x16.cu",
     swizzle: "generic/dequantize.cu",
+    odd_codes: "generic/dequantize.cu",
+    many_tiles: "sm80/gemm_invariant.cu",
     experts: "generic/quantize_nvfp4_random.cu",
     invariant: "sm80/gemm_invariant.cu",
     over_tokens: "sm80/gemm_invariant.cu",
@@ -352,6 +365,22 @@ MUTANTS = [
     ("both CTAs hand over the work", "sm100/gemm_native.cu", "warp == kIssuer && tiles.rank == 0 && elect_one()", "warp == kIssuer && elect_one()", sm100_pairs),
     ("a pair's product is described as one CTA's", "sm100/gemm_native.cu", "nvfp4_instruction(kCtas * kTile, kTile)", "nvfp4_instruction(kTile, kTile)", sm100_pairs),
     ("both CTAs take tiles of their own", "sm100/gemm_native.cu", "return blockIdx.x / kCtas;", "return blockIdx.x;", sm100_pairs),
+    # Fences and scopes.
+    ("scales are not fenced for the tensor core", "sm100/gemm_native.cu", "        fence_for_engines<kCtas>();\n", "", sm100),
+    ("scales are fenced before they land", "sm100/gemm_native.cu", "        wait_copies<0>();\n        fence_for_engines<kCtas>();", "        fence_for_engines<kCtas>();\n        wait_copies<0>();", sm100),
+    ("barriers are not made known to engines", "sm100/gemm_native.cu", "    mbarriers_are_made();\n", "", sm100),
+    ("sums are read without a fence after the wait", "sm100/gemm_native.cu", "mbarrier_wait(summed + b, parity);\n      tensor_fence_after();", "mbarrier_wait(summed + b, parity);", sm100),
+    ("sums are handed back without a fence", "sm100/gemm_native.cu", "      tensor_fence_before();\n      arrive_of_warp", "      arrive_of_warp", sm100),
+    ("no fence after the wait for scales and codes", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);\n        tensor_fence_after();", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);", sm100),
+    ("no fence after the allocation", "sm100/gemm_native.cu", "  tensor_fence_before();\n  meet_cluster", "  meet_cluster", sm100),
+    ("tensor memory is freed while it is written", "sm100/gemm_native.cu", "i < end; ++i) mbarrier_wait(empty", "i < i; ++i) mbarrier_wait(empty", sm100),
+    ("a pair allocates before its CTAs have met", "sm100/gemm_native.cu", "  if constexpr (kCtas > 1) meet_cluster<kCtas>();  // a pair allocates once both of its CTAs run\n", "", sm100_pairs),
+    ("scales are fenced for their own CTA alone", "sm100/gemm_native.cu", "fence_for_engines<kCtas>();", "fence_for_engines<1>();", sm100_pairs),
+    ("the wait for scales has the scope of a CTA", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at", "mbarrier_wait(full + stage.at", sm100_pairs),
+    ("the wait for sums that were read has the scope of a CTA", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(written + b", "mbarrier_wait(written + b", sm100_pairs),
+    # Grids.
+    ("tiles along y", "sm80/gemm_invariant.cu", "const dim3 grid(static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));", "const dim3 grid(1, static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));", many_tiles),
+    ("words of codes at any address", "generic/number.cuh", "if (!is_aligned(p, 4 * kWords)) {", "if (false) {", odd_codes),
     # What the self-test of a device would meet if an instruction were misread.
     ("one row's global scale for all", "generic/gemm_finish.cu", "global_of(a.x, 0, row)", "global_of(a.x, 0, 0)", finish),
     ("one column's global scale for all", "generic/gemm_finish.cu", "global_of(a.w, 0, n)", "global_of(a.w, 0, 0)", finish),

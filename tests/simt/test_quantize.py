@@ -23,7 +23,7 @@ KEYS = full(
     "nvfp4",
     "nvfp4/sweep/nearest/1x16/pow2",
     "nvfp4/four_over_six/nearest/1x16/row_pow2",
-    "nvfp4/sweep/eden/1x16/expert_pow2/32x2",
+    "nvfp4/sweep/eden/1x16/row_pow2/32x2",
     "nvfp4/minvar/stochastic/1x16/row/32",
     "nvfp4/sweep/eden/1x16/tensor/128x2",
     "nvfp4/amax/eden/1x16/row/64",

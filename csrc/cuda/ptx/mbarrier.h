@@ -43,8 +43,15 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
                "r"(parity), "C"(kCtas == 1 ? kScope : kPairs)
                : "memory");
 }
-// What this thread wrote to shared memory, cp.async included, is seen by engines that read it on their own.
-__device__ __forceinline__ void fence_for_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread wrote to shared memory, cp.async included, is seen by engines that read it on their own; in a pair, by
+// those that the other CTA hands work to.
+template <int kCtas>
+__device__ __forceinline__ void fence_for_engines() {
+  if constexpr (kCtas == 1)
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  else
+    asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
+}
 // One lane of a whole warp.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
@@ -56,7 +63,8 @@ __device__ __forceinline__ bool elect_one() {
 
 struct SimtBarrier {
   int16_t count, pending;
-  int32_t bytes : 31;
+  int32_t bytes : 30;
+  uint32_t remote : 1;  // threads of another CTA arrive here
   uint32_t phase : 1;
   void turn_if_all_have_come() {
     if (pending == 0 && bytes == 0) {
@@ -69,12 +77,23 @@ struct SimtBarrier {
 static_assert(sizeof(SimtBarrier) == 8);
 
 inline void mbarrier_init(uint64_t* barrier, int count) {
-  *reinterpret_cast<SimtBarrier*>(barrier) = {static_cast<int16_t>(count), static_cast<int16_t>(count), 0, 0};
+  *reinterpret_cast<SimtBarrier*>(barrier) = {static_cast<int16_t>(count), static_cast<int16_t>(count), 0, 0, 0};
+  simt::written(barrier, sizeof *barrier);
 }
-inline void mbarriers_are_made() {}
+inline void mbarriers_are_made() { simt::fence_for_engines(simt::Known::in_cluster); }
 template <int kCtas>
 void mbarrier_arrive(uint64_t* barrier) {
+  if (simt::me().accessed) simt::fail("tcgen05: an arrival without fence::before_thread_sync");
   auto* b = static_cast<SimtBarrier*>(kCtas == 1 ? barrier : simt::in_block(0, barrier));
+  if (kCtas > 1 && simt::block().rank != 0) b->remote = 1;
+  if (b->pending <= 0) simt::fail("mbarrier: more arrivals than it was made for");
+  --b->pending;
+  b->turn_if_all_have_come();
+}
+// An engine's arrival, which that of a tensor core is.
+inline void engine_arrives(const simt::Block& block, uint64_t* barrier) {
+  simt::engine_reads(block, block, barrier, sizeof *barrier);
+  auto* b = reinterpret_cast<SimtBarrier*>(barrier);
   if (b->pending <= 0) simt::fail("mbarrier: more arrivals than it was made for");
   --b->pending;
   b->turn_if_all_have_come();
@@ -85,9 +104,15 @@ inline void mbarrier_expect(uint64_t* barrier, int bytes) {
 }
 template <int kCtas = 1>
 void mbarrier_wait(uint64_t* barrier, int parity) {
-  while (static_cast<int>(reinterpret_cast<SimtBarrier*>(barrier)->phase) == parity) simt::yield();
+  const auto* b = reinterpret_cast<SimtBarrier*>(barrier);
+  while (static_cast<int>(b->phase) == parity) simt::yield();
+  if (kCtas == 1 && b->remote) simt::fail("mbarrier: a wait at the scope of a CTA for what threads of another CTA wrote");
+  simt::me().synchronized = true;
 }
-inline void fence_for_engines() {}
+template <int kCtas>
+void fence_for_engines() {
+  simt::fence_for_engines(kCtas == 1 ? simt::Known::in_cta : simt::Known::in_cluster);
+}
 inline bool elect_one() { return simt::me().lane == 0; }
 
 #endif

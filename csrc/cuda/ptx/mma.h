@@ -56,7 +56,8 @@ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   }
 }
 
-// The ISA leaves the order and the rounding of the sum open: here it is exact, and rounded once.
+// The ISA leaves the order and the rounding of the sum open. Hardware cuts terms at 24 bits (sm_80) or 25 (sm_90) below the
+// largest one's exponent (MMA-Sim, arXiv 2511.10909).
 inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Fragments {
     uint32_t a[4], b[2];
@@ -65,12 +66,13 @@ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
   const int g = simt::me().lane / 4, t = simt::me().lane % 4;
   for (int i = 0; i < 4; ++i) {
     const int row = g + 8 * (i >> 1), col = 2 * t + (i & 1);
-    double sum = d[i];
+    std::array<double, 17> terms;
     for (int k = 0; k < 16; ++k) {
       const uint32_t x = all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)], w = all[col * 4 + k % 8 / 2].b[k / 8];
-      sum += static_cast<double>(bf16_half(x, k % 2)) * static_cast<double>(bf16_half(w, k % 2));
+      terms[k] = static_cast<double>(bf16_half(x, k % 2)) * static_cast<double>(bf16_half(w, k % 2));
     }
-    d[i] = simt::round_sum(sum);
+    terms[16] = d[i];
+    d[i] = simt::sum_of(terms, 24);
   }
 }
 

@@ -51,16 +51,16 @@ void mma(const char* name, float (&d)[4], const Fragments& mine, Value value, Sc
   const int g = simt::me().lane / 4, t = simt::me().lane % 4;
   for (int i = 0; i < 4; ++i) {
     const int row = g + 8 * (i >> 1), col = 2 * t + (i & 1);
-    double sum = d[i];
+    simt::ScaledTerms<kBits> terms(kBlock);
     for (int k = 0; k < kSize; ++k) {
       const int lane = k % (kSize / 2) / kPer, upper = k / (kSize / 2), shift = k % kPer * kBits, block = k / kBlock;
       const double a = value(all[row % 8 * 4 + lane].a[row / 8 + 2 * upper] >> shift);
       const double b = value(all[col * 4 + lane].b[upper] >> shift);
       const double s =
           static_cast<double>(scale(all[row % 8 * 4 + row / 8].a_scales >> (8 * block))) * scale(all[col * 4].b_scales >> (8 * block));
-      sum += a * b * s;
+      terms.add(k, a * b * s);
     }
-    d[i] = simt::round_sum(sum);
+    d[i] = terms.sum_with(d[i]);
   }
 }
 

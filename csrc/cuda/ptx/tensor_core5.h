@@ -113,8 +113,8 @@ inline uint32_t& memory(simt::Block& block, uint32_t lane, uint32_t column) {
   return block.tensor_memory[lane * block.tensor_columns + column];
 }
 
-// A byte of an operand through its descriptor. The swizzle is on the bits of the address.
-inline uint8_t byte_of(const simt::Block& block, uint64_t descriptor, int row, int byte) {
+// A byte of an operand through its descriptor, as block `by` has it read. The swizzle is on the bits of the address.
+inline uint8_t byte_of(const simt::Block& block, const simt::Block& by, uint64_t descriptor, int row, int byte) {
   const uint32_t start = (descriptor & 0x3fff) << 4, group = (descriptor >> 32 & 0x3fff) << 4, across = (descriptor >> 16 & 0x3fff) << 4;
   if ((descriptor >> 46 & 7) != 1) simt::fail("tcgen05: a descriptor without its constant");
   uint32_t address;
@@ -125,7 +125,9 @@ inline uint8_t byte_of(const simt::Block& block, uint64_t descriptor, int row, i
     address = start + row / 8 * group + byte / 16 * across + row % 8 * 16 + byte % 16;
   }
   if (address < 1024 || address - 1024 >= block.shared_bytes) simt::fail("tcgen05: a descriptor outside of shared memory");
-  return static_cast<uint8_t>(block.shared.get()[address - 1024]);
+  const char* p = block.shared.get() + (address - 1024);
+  simt::engine_reads(block, by, p, 1);
+  return static_cast<uint8_t>(*p);
 }
 
 // The blocks of a group, none of which may have exited.
@@ -140,6 +142,10 @@ std::array<simt::Block*, kCtas> group() {
   return blocks;
 }
 
+inline void check_fenced() {
+  if (simt::me().synchronized) simt::fail("tcgen05: after a synchronization, without fence::after_thread_sync");
+}
+
 // kBits: of an element; value(byte or nibble), scale(byte); the instruction's K is 256 / kBits.
 template <int kCtas, int kBits, int kBlock, class Value, class Scale>
 void mma(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales, bool add, Value value,
@@ -150,11 +156,14 @@ void mma(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_sc
   if (n % (16 * kCtas) != 0) simt::fail("tcgen05.mma: columns that the group cannot share");
   const uint32_t a_byte = instruction >> 29 & 3, b_byte = instruction >> 4 & 3;
   const auto blocks = group<kCtas>();
+  const simt::Block& by = simt::block();
   for (simt::Block* own : blocks) {
     // Row `row` of an operand in the shared memory of `block`; its scales are row `scaled` in this CTA's tensor memory.
+    // Each quarter of tensor memory's lanes has the scales, and the hardware may take them from any.
     const auto element = [&](simt::Block* block, uint64_t operand, int row, uint32_t scales, uint32_t first, int scaled, int k) {
-      const uint32_t code = byte_of(*block, operand, row, k * kBits / 8) >> (k * kBits % 8);
-      const uint32_t factor = memory(*own, scaled % 32, (scales & 0xffff) + scaled / 32) >> (8 * (first + k / kBlock));
+      const uint32_t quarter = (row + k) % 4;
+      const uint32_t code = byte_of(*block, by, operand, row, k * kBits / 8) >> (k * kBits % 8);
+      const uint32_t factor = memory(*own, quarter * 32 + scaled % 32, (scales & 0xffff) + scaled / 32) >> (8 * (first + k / kBlock));
       return static_cast<double>(value(code)) * static_cast<double>(scale(factor & 0xff));
     };
     std::vector<double> rows(128 * kSize), columns(n * kSize);
@@ -166,9 +175,9 @@ void mma(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_sc
       for (int c = 0; c < n; ++c) {
         float old = 0.0f;
         if (add) std::memcpy(&old, &memory(*own, m, (d & 0xffff) + c), 4);
-        double sum = old;
-        for (int k = 0; k < kSize; ++k) sum += rows[m * kSize + k] * columns[c * kSize + k];
-        const float rounded = simt::round_sum(sum);
+        simt::ScaledTerms<kBits> terms(kBlock);
+        for (int k = 0; k < kSize; ++k) terms.add(k, rows[m * kSize + k] * columns[c * kSize + k]);
+        const float rounded = terms.sum_with(old);
         std::memcpy(&memory(*own, m, (d & 0xffff) + c), &rounded, 4);
       }
   }
@@ -177,6 +186,7 @@ void mma(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_sc
 template <int kCtas>
 void issue(bool copy_of_scales, std::function<void()> run) {
   if (kCtas > 1 && simt::block().rank != 0) simt::fail("tcgen05: the CTA that does not lead the pair hands over work");
+  check_fenced();
   simt::block().tensor.push_back({copy_of_scales, std::move(run)});
 }
 
@@ -186,16 +196,23 @@ void issue(bool copy_of_scales, std::function<void()> run) {
 template <int kCtas>
 void tensor_alloc(uint32_t* address, int columns) {
   if (columns < 32 || columns > 512 || (columns & (columns - 1))) simt::fail("tcgen05.alloc: not a power of two from 32 to 512");
+  if (kCtas > 1 && !simt::cluster_has_met()) simt::fail("tcgen05.alloc: the other CTA of the pair may not run yet");
   if (simt::me().lane == 0) {
     *address = 0;
     simt::block().tensor_columns = columns;
     simt::block().tensor_memory.assign(128 * columns, 0x7fc0dead);
+    simt::written(address, sizeof *address);
   }
+  simt::me().accessed = true;
   simt::meet_warp("tcgen05.alloc");
 }
 template <int kCtas>
 void tensor_free(uint32_t, int columns) {
   if (columns != static_cast<int>(simt::block().tensor_columns)) simt::fail("tcgen05.dealloc: other columns than were allocated");
+  for (int rank = 0; rank < kCtas; ++rank) {
+    const simt::Block& block = kCtas == 1 ? simt::block() : simt::block_of_cluster(rank);
+    if (!block.tensor.empty()) simt::fail("tcgen05.dealloc: with work outstanding");
+  }
   simt::meet_warp("tcgen05.dealloc");
   simt::block().tensor_columns = 0;
 }
@@ -203,11 +220,12 @@ void tensor_free(uint32_t, int columns) {
 template <int kCtas>
 void tensor_copy_scales(uint32_t to, uint64_t atom) {
   simt_tensor::issue<kCtas>(true, [=] {
+    const simt::Block& by = simt::block();
     for (simt::Block* block : simt_tensor::group<kCtas>())
       for (int row = 0; row < 32; ++row)
         for (int column = 0; column < 4; ++column) {
           uint32_t word = 0;
-          for (int k = 0; k < 4; ++k) word |= static_cast<uint32_t>(simt_tensor::byte_of(*block, atom, row, column * 4 + k)) << (8 * k);
+          for (int k = 0; k < 4; ++k) word |= static_cast<uint32_t>(simt_tensor::byte_of(*block, by, atom, row, column * 4 + k)) << (8 * k);
           for (int quarter = 0; quarter < 4; ++quarter) simt_tensor::memory(*block, quarter * 32 + row, (to & 0xffff) + column) = word;
         }
   });
@@ -234,15 +252,18 @@ void tensor_mma_mxfp8(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, 
 template <int kCtas>
 void tensor_commit(uint64_t* barrier) {
   simt_tensor::issue<kCtas>(false, [=] {
-    mbarrier_arrive<1>(barrier);
+    engine_arrives(simt::block(), barrier);
     for (int rank = 1; rank < kCtas; ++rank)
-      simt::block().bulk.push_back({false, [=] { mbarrier_arrive<1>(static_cast<uint64_t*>(simt::in_block(rank, barrier))); }});
+      simt::block().bulk.push_back(
+          {false, [=] { engine_arrives(simt::block_of_cluster(rank), static_cast<uint64_t*>(simt::in_block(rank, barrier))); }});
   });
 }
-inline void tensor_fence_before() {}
-inline void tensor_fence_after() {}
+inline void tensor_fence_before() { simt::me().accessed = false; }
+inline void tensor_fence_after() { simt::me().synchronized = false; }
 
 inline void tensor_load_16(float (&r)[16], uint32_t address) {
+  simt_tensor::check_fenced();
+  simt::me().accessed = true;
   const int first = simt::me().warp % 4 * 32;
   if (static_cast<int>(address >> 16) != first) simt::fail("tcgen05.ld: a warp reads lanes that are not its own");
   for (int i = 0; i < 16; ++i) std::memcpy(&r[i], &simt_tensor::memory(simt::block(), first + simt::me().lane, (address & 0xffff) + i), 4);

@@ -70,12 +70,15 @@ void copy_box(void* to, const TensorMap* map, int byte, int row, uint64_t* barri
                                   for (int r = 0; r < m.box_rows; ++r)
                                     for (int b = 0; b < kBoxBytes; b += 16) {
                                       char* piece = static_cast<char*>(to) + r * kBoxBytes + (b ^ (r % 8 * 16));
+                                      simt::engine_writes(simt::block(), piece, 16);
                                       if (row + r < m.rows && byte + b < m.row_bytes)
                                         std::memcpy(piece, m.matrix + (row + r) * m.row_bytes + byte + b, 16);
                                       else
                                         std::memset(piece, 0, 16);
                                     }
                                   auto* counted = static_cast<SimtBarrier*>(kCtas == 1 ? barrier : simt::in_block(0, barrier));
+                                  simt::engine_reads(simt::block_of_cluster(kCtas == 1 ? simt::block().rank : 0), simt::block(), counted,
+                                                     sizeof(uint64_t));
                                   counted->bytes -= m.box_rows * kBoxBytes;
                                   counted->turn_if_all_have_come();
                                 }});
