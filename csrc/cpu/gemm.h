@@ -1,6 +1,7 @@
 #pragma once
 #include <span>
 
+#include "../numerics/spec.h"
 #include "isa.h"
 
 // y[m,n] = (Σ_k x[m,k]·w[n,k]) · g_x[m]·g_w[n] + bias[n], the order of the sum being law (docs/numerics.md, 9).
@@ -19,7 +20,7 @@
 //         for tiles of rows:                        the micro-kernel: tile × strip sums in registers
 namespace fp4ext::cpu {
 
-enum class Elem { e2m1, e4m3, e5m2, bf16, fp16, fp32 };
+using fp4ext::Elem;
 enum class ScaleElem { none, e4m3, e8m0 };
 
 // One operand, contraction last.
@@ -35,12 +36,7 @@ struct Operand {
   int64_t k_stored;  // elements stored a row, padding included
   int64_t pitch;     // from one row to the next, in elements; k_stored, unless this is a part of a larger matrix
 
-  int64_t bytes(int64_t elements) const {
-    return elem == Elem::e2m1                         ? elements / 2
-           : elem == Elem::fp32                       ? elements * 4
-           : elem == Elem::bf16 || elem == Elem::fp16 ? elements * 2
-                                                      : elements;
-  }
+  int64_t bytes(int64_t elements) const { return bytes_of(elem, elements); }
   const uint8_t* row(int64_t r) const { return static_cast<const uint8_t*>(codes) + r * bytes(pitch); }
   const uint8_t* row_scales(int64_t r) const { return scales + r * (pitch / block); }
   int block_shift() const { return block == 16 ? 4 : 5; }  // k / block without a division in the loops

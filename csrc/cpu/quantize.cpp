@@ -35,25 +35,24 @@ std::vector<float*> amaxes_of(Tensors tensors, float* amax, Args&& args_of) {
 void amax(std::span<const QuantizeArgs> tensors, float* amax, const Parallel& parallel) {
   if (tensors.empty()) return;
   const auto amaxes = amaxes_of(tensors, amax, [](const auto& t) { return t; });
-  const OuterKind outer = tensors[0].spec.outer;
-  if (tensors[0].spec.rht || (outer == OuterKind::row && tensors[0].colwise)) {
+  const bool by_row = tensors[0].spec.outer == OuterKind::row;
+  if (tensors[0].spec.rht || (by_row && tensors[0].colwise)) {
     share(
         tensors.size(), kGrain, parallel, [&](int64_t i) { return tiles_of(tensors[i]); }, [&](int64_t i) { return tile_cost(tensors[i]); },
         [&](int64_t i, int64_t begin, int64_t end) { amax_tiles(tensors[i], amaxes[i], begin, end); });
     return;
   }
   // The groups are spans of memory; a single one is shared out by its elements.
-  const bool many = outer == OuterKind::row || outer == OuterKind::expert;
-  const auto span = [&](int64_t i) { return many ? numel(tensors[i]) / tensors[i].num_groups() : 1; };
+  const auto span = [&](int64_t i) { return by_row ? numel(tensors[i]) / tensors[i].num_groups() : 1; };
   share(
       tensors.size(), kGrain, parallel,
       [&](int64_t i) { return numel(tensors[i]) == 0 ? 0
-                              : many                 ? tensors[i].num_groups()
+                              : by_row               ? tensors[i].num_groups()
                                                      : numel(tensors[i]); },
       [&](int64_t i) { return numel(tensors[i]) == 0 ? 1 : span(i); },
       [&](int64_t i, int64_t begin, int64_t end) {
         const QuantizeArgs& t = tensors[i];
-        if (many) {
+        if (by_row) {
           for (int64_t g = begin; g < end; ++g) amaxes[i][g] = amax_span(t.x, t.dtype, g * span(i), (g + 1) * span(i));
           return;
         }

@@ -24,7 +24,7 @@ struct QuantizeArgs {
   bool colwise;
   Rng rng;
   uint32_t role;
-  // The outer scales of each group: one (tensor, pow2, none), one a batch entry (expert) or one an output row (row).
+  // The outer scales of each group: one (tensor, none), or one per output row (row). Experts are tensors of their own.
   const float* outer_enc;
   const float* outer_dec;
   // The result, [batch, out_rows(), padded_k()] codes (packed two a byte for E2M1), [.., padded_k() / block] scales. A
@@ -41,10 +41,10 @@ struct QuantizeArgs {
   // The RHT's length for this contraction (0 without one), and the length of the vectors a tile holds.
   int rht_n() const { return spec.rht ? rht_length((k() + 15) / 16 * 16, spec.rht) : 0; }
   int vector_length() const { return rht_n() > spec.block() ? rht_n() : spec.block(); }
-  int64_t num_groups() const { return spec.outer == OuterKind::row ? batch * out_rows() : spec.outer == OuterKind::expert ? batch : 1; }
+  int64_t num_groups() const { return spec.outer == OuterKind::row ? batch * out_rows() : 1; }
 };
 
-// Both take several tensors of one spec and direction as one piece of work: the experts of a group (ops/grouped.cpp).
+// Both take several tensors of one spec and direction as one piece of work: the experts of a group (ops/quantize.cpp).
 //
 // The largest finite magnitude of each outer group, after the RHT: `amax` has, for one tensor after the other,
 // num_groups() zeros. outer_*, codes, scales are not read.

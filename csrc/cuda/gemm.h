@@ -7,7 +7,7 @@
 // of summation. Launchers are torch-free and check nothing but the launch.
 namespace fp4ext::cuda {
 
-enum class Elem { e2m1, e4m3, e5m2, bf16, fp16, fp32 };
+using fp4ext::Elem;
 
 // One operand, contraction last, contiguous.
 struct Operand {
@@ -21,12 +21,7 @@ struct Operand {
   int64_t k_stored;  // elements a row, padding included
 };
 
-FP4_HD int64_t row_bytes(const Operand& o) {
-  return o.elem == Elem::e2m1                           ? o.k_stored / 2
-         : o.elem == Elem::fp32                         ? o.k_stored * 4
-         : o.elem == Elem::bf16 || o.elem == Elem::fp16 ? o.k_stored * 2
-                                                        : o.k_stored;
-}
+FP4_HD int64_t row_bytes(const Operand& o) { return bytes_of(o.elem, o.k_stored); }
 
 // Dense: x [M, K], w [N, K]. Grouped (offsets not null): w [E, N, K], rows offsets[e-1] to offsets[e] of x times w[e]ᵀ; an
 // expert may have no rows, and rows of x past the last offset give zeros. offsets are read on the device, and clamped.

@@ -48,6 +48,16 @@ FP4_HD Outer<float> eden_outer_scale(float A, bool pow2) {
 // of error instead of 7.32e-3.
 FP4_HD float eden_gain(ScaleRule rule) { return rule == ScaleRule::sweep ? 1.0067f : 1.0f; }
 
+// Both sides of a group's outer scale, and the multiplier that is stored and decodes it.
+struct StoredOuter {
+  Outer<float> outer;
+  float global;
+};
+FP4_HD StoredOuter outer_scale_of(float A, ScaleRule rule, bool eden, bool pow2) {
+  const Outer<float> outer = eden && rule == ScaleRule::amax ? eden_outer_scale(A, pow2) : outer_scale(A, outer_target(rule), pow2);
+  return {outer, outer.dec * (eden ? eden_gain(rule) : 1.0f)};
+}
+
 template <class F>
 FP4_HD UintOf<F> eden_scale(F a, F S_dec) {
   return E4M3::encode(min_of(a / (constant<F>(static_cast<float>(kEdenValMax)) * S_dec), constant<F>(448.0f)));

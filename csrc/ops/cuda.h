@@ -7,7 +7,7 @@
 
 #include "../cuda/quantize.h"
 #include "../numerics/layout.h"
-#include "checks.h"
+#include "grouped.h"
 #include "parse.h"
 
 // What the ops of CUDA tensors share. A launch goes to torch's current stream of the tensor's device, nothing comes back
@@ -65,9 +65,7 @@ inline void check_launch(const char* what, cudaError_t error) {
 // The ends of the rows of experts stay on the device, where nothing raises: what they hold is clamped there.
 inline void check_offsets_on_device(const Tensor& offsets, const Tensor& x) {
   check_same_device("offsets", offsets, x);
-  check_dtype("offsets", offsets, ScalarType::Int);
-  STD_TORCH_CHECK(offsets.dim() == 1 && offsets.numel() > 0, "offsets has shape ", describe(sizes_of(offsets)),
-                  "; accepted: [E], the ends of the rows of at least 1 expert");
+  check_ends(offsets);
 }
 
 inline cuda::Dtype cuda_dtype(const char* name, const Tensor& t) {

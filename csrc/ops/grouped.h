@@ -7,11 +7,16 @@ namespace fp4ext {
 
 using Bounds = std::vector<int64_t>;
 
-// From int32 [E], the ends of the experts' rows, which are read on the host.
-inline Bounds check_offsets(const Tensor& offsets, int64_t rows, const char* of) {
+// What offsets are, on every device: int32 [E], the ends of the experts' rows.
+inline void check_ends(const Tensor& offsets) {
   check_dtype("offsets", offsets, ScalarType::Int);
   STD_TORCH_CHECK(offsets.dim() == 1 && offsets.numel() > 0, "offsets has shape ", describe(sizes_of(offsets)),
                   "; accepted: [E], the ends of the rows of at least 1 expert");
+}
+
+// Their values too, which are read on the host.
+inline Bounds check_offsets(const Tensor& offsets, int64_t rows, const char* of) {
+  check_ends(offsets);
   const Tensor dense = torch::stable::contiguous(offsets);
   const auto* end = static_cast<const int32_t*>(dense.data_ptr());
   Bounds bounds{0};

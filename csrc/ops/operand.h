@@ -7,7 +7,7 @@
 namespace fp4ext {
 
 struct OperandFormat {
-  cpu::Elem elem;
+  Elem elem;
   cpu::ScaleElem scale;
   int block;  // 0: plain
   ScalarType codes, scales;
@@ -15,7 +15,6 @@ struct OperandFormat {
 
 // The format of one operand, from its string.
 inline OperandFormat operand_format(const char* name, const std::string& format) {
-  using cpu::Elem;
   using cpu::ScaleElem;
   static constexpr Choice<OperandFormat> kFormats[] = {
       {"nvfp4", {Elem::e2m1, ScaleElem::e4m3, 16, ScalarType::Byte, ScalarType::Byte}},
@@ -44,7 +43,7 @@ inline Input check_operand(const std::string& side, const Tensor& codes, const s
   const OperandFormat f = operand_format((side + "_format").c_str(), format);
   const std::string codes_name = side + "_codes", scales_name = side + "_scales", global_name = side + "_global";
   check_dtype(codes_name.c_str(), codes, f.codes);
-  const bool packed = f.elem == cpu::Elem::e2m1;
+  const bool packed = f.elem == Elem::e2m1;
   STD_TORCH_CHECK(dims ? codes.dim() == dims : codes.dim() >= 1, codes_name, " has shape ", describe(sizes_of(codes)),
                   "; accepted: ", shape, packed ? ", two codes a byte" : "");
   Sizes sizes = sizes_of(codes);
@@ -91,25 +90,6 @@ inline int64_t contraction(const cpu::Operand& x, const cpu::Operand& w) {
   STD_TORCH_CHECK(x_least <= w.k_stored && w_least <= x.k_stored, "x_codes stores ", x.k_stored, " elements a row and w_codes ", w.k_stored,
                   "; accepted: both the same K, each padded to its block");
   return std::min(x.k_stored, w.k_stored);
-}
-
-// What is written beside what is read of it. An operand that is not contiguous was copied: its copy overlaps nothing.
-inline void check_out(const Tensor& out, const Input& x, const Input& w, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(out.is_contiguous(), "out has gaps between its elements; accepted: a contiguous tensor");
-  const auto check = [&](const char* name, const std::optional<Tensor>& t) {
-    if (t) check_no_overlap(name, *t, out);
-  };
-  check("x_codes", x.codes), check("x_scales", x.scales), check("x_global", x.global);
-  check("w_codes", w.codes), check("w_scales", w.scales), check("w_global", w.global);
-  check("bias", bias);
-}
-
-// The CPU has one order of summation, the law's, and one backend.
-inline void check_choices(const std::string& accumulate, const std::string& backend) {
-  static constexpr Choice<bool> kAccumulate[] = {{"invariant", true}, {"fast", true}};
-  static constexpr Choice<bool> kBackends[] = {{"auto", true}, {"cpu", true}};
-  choose("accumulate", accumulate, kAccumulate);
-  choose("backend", backend, kBackends);
 }
 
 inline bool is_bf16(const std::string& out_dtype) {

@@ -5,8 +5,8 @@
 
 #include "../numerics/spec.h"
 
-// From the strings that cross a schema to the enums of C++. Python's Spec (fp4ext/policy/spec.py) has refused what the law
-// refuses; these checks are for callers of torch.ops.fp4ext.
+// From the strings that cross a schema to the enums of C++. Python's Spec (fp4ext/policy/spec.py) has refused what the
+// numerics contract refuses; these checks are for callers of torch.ops.fp4ext.
 namespace fp4ext {
 
 template <class T>
@@ -31,6 +31,12 @@ inline FormatId parse_format(const std::string& name) {
   return choose("format", name, kFormats);
 }
 
+// Which elements share an outer scale, and whether it is a power of two.
+struct OuterRule {
+  OuterKind groups;
+  bool pow2;
+};
+
 inline QuantizeSpec parse_spec(const std::string& key) {
   static constexpr Choice<ScaleRule> kScales[] = {{"amax", ScaleRule::amax},
                                                   {"four_over_six", ScaleRule::four_over_six},
@@ -43,11 +49,10 @@ inline QuantizeSpec parse_spec(const std::string& key) {
   static constexpr Choice<Rounding> kRoundings[] = {
       {"nearest", Rounding::nearest}, {"stochastic", Rounding::stochastic}, {"eden", Rounding::eden}, {"eden_block", Rounding::eden_block}};
   static constexpr Choice<bool> kBlocks[] = {{"1x16", false}, {"16x16", true}, {"1x32", false}};
-  static constexpr Choice<OuterKind> kOuters[] = {{"tensor", OuterKind::tensor},
-                                                  {"pow2", OuterKind::pow2},
-                                                  {"row", OuterKind::row},
-                                                  {"expert", OuterKind::expert},
-                                                  {"none", OuterKind::none}};
+  static constexpr Choice<OuterRule> kOuters[] = {{"tensor", {OuterKind::tensor, false}}, {"pow2", {OuterKind::tensor, true}},
+                                                  {"row", {OuterKind::row, false}},       {"row_pow2", {OuterKind::row, true}},
+                                                  {"expert", {OuterKind::expert, false}}, {"expert_pow2", {OuterKind::expert, true}},
+                                                  {"none", {OuterKind::none, false}}};
   static constexpr Choice<int> kRhts[] = {{"none", 0},  {"16", 16},   {"32", 32},   {"64", 64},    {"128", 128},
                                           {"16x2", 16}, {"32x2", 32}, {"64x2", 64}, {"128x2", 128}};
   std::string part[6];
@@ -63,7 +68,8 @@ inline QuantizeSpec parse_spec(const std::string& key) {
   s.scale = choose("scale rule", part[1], kScales);
   s.rounding = choose("rounding", part[2], kRoundings);
   s.tile = choose("block", part[3], kBlocks);
-  s.outer = choose("outer scale", part[4], kOuters);
+  const OuterRule outer = choose("outer scale", part[4], kOuters);
+  s.outer = outer.groups, s.pow2 = outer.pow2;
   s.rht = choose("rht", part[5], kRhts);
   s.rht_stages = part[5].find('x') == std::string::npos ? 1 : 2;
 
@@ -81,7 +87,7 @@ inline QuantizeSpec parse_spec(const std::string& key) {
                     "': eden_block rounding needs nvfp4, an rht, and the scale rule amax");
   STD_TORCH_CHECK(!s.tile || (!is_eden(s.rounding) && !s.rht), "spec '", key, "': 16x16 blocks take neither eden rounding nor an rht");
   STD_TORCH_CHECK(!s.tile || s.outer != OuterKind::row, "spec '", key,
-                  "': a 16x16 tile has one scale for 16 rows; accepted outer scales: tensor, pow2, expert");
+                  "': a 16x16 tile has one scale for 16 rows; accepted outer scales: tensor, pow2, expert, expert_pow2");
   return s;
 }
 

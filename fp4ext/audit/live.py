@@ -140,7 +140,7 @@ def _rows(t: Tensor, spec: Spec, role: str, wanted: int) -> tuple[float, Tally, 
     whole = t.abs().amax().float().cpu()
     rows = t[:: max(1, len(t) // wanted)][:wanted] if spec.block != "16x16" else t[:wanted]
     rows = rows.float().cpu()
-    amax = whole if spec.outer in ("tensor", "pow2") and spec.rht == "none" and torch.isfinite(whole) else None
+    amax = whole if spec.group == "tensor" and spec.rht == "none" and torch.isfinite(whole) else None
     rng = torch.tensor([0x5EED, 0])
     q = quantize(rows, spec, rng=rng, role=role, amax=amax)
     codes = q.codes.view(torch.uint8) if q.codes.dtype == torch.uint8 and spec.rht == "none" else None

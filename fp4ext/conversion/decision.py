@@ -187,15 +187,15 @@ def _heads(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> set[s
 
     For the outermost model only does what stands beside the base model count: parts of a larger one may be anything.
     """
-    if not (hasattr(module, "base_model_prefix") and hasattr(module, "get_output_embeddings")):
+    base, output_of = getattr(module, "base_model_prefix", None), getattr(module, "get_output_embeddings", None)
+    if not isinstance(base, str) or output_of is None:
         return set()
     dot = f"{name}." if name else ""
     try:
-        output = module.get_output_embeddings()
+        output = output_of()
     except (AttributeError, NotImplementedError, TypeError):
         output = None
     found = {n for n, m in modules.items() if m is output} if isinstance(output, nn.Module) else set()
-    base = module.base_model_prefix
     if not name and isinstance(module._modules.get(base), nn.Module):
         found |= {f"{dot}{child}" for child in module._modules if child != base}
     return found

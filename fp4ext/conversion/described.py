@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+Config = dict[str, Any]  # a config.json
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 
 
-def by_class(config: dict, most: int) -> tuple[nn.Module | None, str]:
+def by_class(config: Config, most: int) -> tuple[nn.Module | None, str]:
     """(the model of the class that a config names, or None; that class, or why there is none).
 
     Args:
@@ -45,7 +47,7 @@ def by_class(config: dict, most: int) -> tuple[nn.Module | None, str]:
         return None, f"{name} of transformers cannot be built ({type(error).__name__}: {error})"
 
 
-def causal(config: dict) -> nn.Module | None:
+def causal(config: Config) -> nn.Module | None:
     """The causal language model of a config, or of the text part of one; None where transformers makes none of it."""
     if not isinstance(config.get("model_type"), str):
         return None
@@ -53,12 +55,13 @@ def causal(config: dict) -> nn.Module | None:
         import transformers
 
         with torch.device("meta"), _quiet():
-            return transformers.AutoModelForCausalLM.from_config(_read(config).get_text_config())
+            make: Callable[[Any], nn.Module] = transformers.AutoModelForCausalLM.from_config
+            return make(_read(config).get_text_config())
     except Exception:  # not installed, an unknown type, sizes that do not go together
         return None
 
 
-def _read(config: dict):
+def _read(config: Config) -> Any:
     """The config object. By way of a file, whose reader knows how infinities are written there."""
     import transformers
 
@@ -74,7 +77,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _whole_numbers(config: dict, depth: int = 4) -> Iterator[tuple[str, int]]:
+def _whole_numbers(config: Config, depth: int = 4) -> Iterator[tuple[str, int]]:
     """(key, value) of the whole numbers in a config and in those inside it."""
     for key, value in config.items():
         if isinstance(value, int):

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..nn import transformers_experts
-from ..nn.dense import Linear, forget_policy
+from ..nn.by_policy import ByPolicy, forget_policy
+from ..nn.dense import Linear
 from ..nn.experts import Experts
 from ..policy import policies
 from ..policy.policy import Policy
@@ -163,11 +164,12 @@ def _convert(module: nn.Module, policy: Policy, name: str) -> None:
         transformers_experts.swap(module)
     elif not isinstance(module, Experts):
         set_class(module, Linear)
+    assert isinstance(module, ByPolicy)
     module.set_policy(policy, name)
 
 
 def _revert(module: nn.Module) -> bool:
-    if class_of(module) is Experts and module.policy.name != "bf16":
+    if isinstance(module, Experts) and class_of(module) is Experts and module.policy.name != "bf16":
         module.set_policy("bf16")
         return True
     if isinstance(module, transformers_experts.Stacked):

@@ -39,7 +39,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside the wrappers around a whole model."""
     while (inner := _wrapped(model)) is not None:
-        model = model._modules[inner]
+        model = model.get_submodule(inner)
     return model
 
 

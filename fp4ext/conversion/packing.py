@@ -40,10 +40,10 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
     """
     check_stage(stage)
     # deepcopy takes what is in the memo for a copy that it has made already, so master weights are never copied.
-    memo = {}
+    memo: dict[int, nn.Module] = {}
     for module in model.modules():
-        if isinstance(module, (Linear, Experts, Stacked)) and module.recipes[stage].fprop.w is not None:
-            recipe = module.recipes[stage]
+        recipe = module.recipes[stage] if isinstance(module, (Linear, Experts, Stacked)) else None
+        if recipe is not None and recipe.fprop.w is not None:
             _check_whole(module)
             if recipe.needs_rng:
                 why = f"the recipe of stage {stage} is random ({recipe.fprop.w})"
@@ -53,7 +53,7 @@ def pack(model: nn.Module, stage: str = "rl_sampler") -> nn.Module:
                 setattr(memo[id(module)], hooks, copy.copy(getattr(module, hooks)))
     packed = copy.deepcopy(model, memo).eval().requires_grad_(False)
     if memo and hasattr(packed, "save_pretrained"):
-        packed.save_pretrained = _no_save_pretrained
+        packed.__dict__["save_pretrained"] = _no_save_pretrained  # not a parameter, module or buffer
     return packed
 
 
@@ -66,7 +66,7 @@ def _check_whole(module: nn.Module) -> None:
             )
 
 
-def _no_save_pretrained(*args, **kwargs):
+def _no_save_pretrained(*args: object, **kwargs: object) -> None:
     raise NotImplementedError(
         "save_pretrained would write a packed model's codes without a config that describes them; accepted: "
         "fp4ext.export.save(model, folder), which others read too"
@@ -93,10 +93,15 @@ def refit(packed: nn.Module, model: nn.Module) -> None:
             raise Refused(f"the model has no {name!r}; accepted: the model that was packed")
         theirs = modules[name]
         if isinstance(module, QUANTIZED):  # the same buffers, made anew
+            if module.w is None:
+                raise Refused(
+                    f"{name!r} does not know how its weights were quantized; accepted: a model from fp4ext.pack"
+                )
             theirs = _quantized(theirs, module.x, module.w)
+        new = dict(theirs.named_parameters(recurse=False)) | dict(theirs.named_buffers(recurse=False))
         for key, t in (module._parameters | module._buffers).items():
             if t is not None:
-                t.copy_((theirs._parameters | theirs._buffers)[key])
+                t.copy_(new[key])
 
 
 QUANTIZED = (QuantizedLinear, QuantizedExperts, QuantizedStacked)
@@ -109,7 +114,7 @@ def _quantized(module: nn.Module, x: Spec | None, w: Spec) -> nn.Module:
     if is_stacked(module):
         return QuantizedStacked.of(module, x, w)
     if isinstance(module, Experts):
-        stacks = (grouped_quantize(t, w, role="w") for t in (module.gate_up_proj, module.down_proj))
-        return QuantizedExperts(*stacks, x, w)
-    bias = None if module.bias is None else module.bias.detach().clone()
-    return QuantizedLinear(quantize(module.weight, w, role="w"), bias, x, w)
+        gate_up, down = (grouped_quantize(t, w, role="w") for t in (module.gate_up_proj, module.down_proj))
+        return QuantizedExperts(gate_up, down, x, w)
+    weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+    return QuantizedLinear(quantize(weight, w, role="w"), None if bias is None else bias.detach().clone(), x, w)

@@ -6,7 +6,9 @@ the type of a layer that is sharded alone is no longer nn.Linear. Conversion cha
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
+from typing import cast
 
 from torch import nn
 
@@ -20,7 +22,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
     """Give a module another class, beneath that of fully_shard where there is one."""
     own = type(module)
-    module.__class__ = _sharded(own, kind) if _is_sharded(own) else kind
+    module.__class__ = _sharded(cast(Hashable, own), cast(Hashable, kind)) if _is_sharded(own) else kind
 
 
 def _is_sharded(kind: type) -> bool:

@@ -90,7 +90,7 @@ def _why_not(layer: Linear) -> str | None:
 
 def _layout(spec: Spec) -> tuple[str, bool, bool]:
     """What the sizes of codes and scales hang on, and the weight's amax."""
-    return spec.format, spec.outer == "row", spec.needs_rng
+    return spec.format, spec.group == "row", spec.needs_rng
 
 
 def _stage(module: nn.Module) -> str:
@@ -211,7 +211,7 @@ class WireWeight(Tensor):
 
     def quantized(self, mesh: DeviceMesh, spec: Spec) -> QTensor:
         """This shard's rows of the quantized whole."""
-        if spec.outer == "row" or not spec.fmt.has_global_scale:
+        if spec.group == "row" or not spec.fmt.has_global_scale:
             return quantize(self.values(), spec, role="w")
         return quantize(self.values(), spec, role="w", amax=self.amaxes.of(self, mesh))
 
@@ -264,7 +264,7 @@ class WireWeight(Tensor):
         scale = None
         if outer:
             scale = outer[0].view(torch.float32)
-            scale = scale if spec.outer == "row" else scale[0, 0]
+            scale = scale if spec.group == "row" else scale[0, 0]
         fmt = spec.fmt
         q = (codes.view(fmt.codes_dtype), scales.view(fmt.scale_dtype), scale, fmt, outer_size, param_dtype)
         return GatheredWeight(QTensor(*q), spec), gathered

@@ -50,7 +50,7 @@ class Plan:
             reason = self.layout.why_not(self.target_name(name), spec.fmt)
             if reason is not None:
                 raise Invalid(f"{name!r}: {reason}; accepted: a policy whose weights the layout holds, or a filter")
-            if spec.outer == "row" and self.layout.name != "fp4ext":
+            if spec.group == "row" and self.layout.name != "fp4ext":
                 raise Invalid(f"{name!r}: {self.layout.name} has one outer scale a matrix, not one a row")
             self.specs[name] = spec
         if not self.specs and not any(map(self.src.format, self.names)) and not self.src.fp8:
@@ -128,7 +128,7 @@ class Plan:
         """What a weight must have in common with others to share an outer scale with them; None where it never does."""
         spec = self.specs.get(name)
         if spec is not None:
-            return spec if spec.outer in ("tensor", "pow2") else None
+            return spec if spec.group == "tensor" else None
         fmt = self.src.format(name)
         return fmt if fmt is formats.NVFP4 and self.src.model is not None and self.layout.name != "fp4ext" else None
 

@@ -186,13 +186,13 @@ class _Job:
         if spec is None or not any(isinstance(w, Tensor) for _, w in pieces):
             yield from self._under_one_outer(pieces) if len(names) > 1 and self.plan.is_shared(names[0]) else pieces
             return
-        joint = spec.outer == "tensor" or (spec.outer == "pow2" and names[0] in self.plan.chosen.stacked)
+        joint = spec.group == "tensor" and (not spec.pow2 or names[0] in self.plan.chosen.stacked)
         shared = self._shared_amax(pieces, spec) if joint else {}
         made = [
             (name, self._quantized(name, w, spec, shared.get(name)) if isinstance(w, Tensor) else w)
             for name, w in pieces
         ]
-        yield from self._under_one_outer(made) if spec.outer == "pow2" and not joint and self.like is None else made
+        yield from self._under_one_outer(made) if spec.group == "tensor" and not joint and self.like is None else made
 
     def _under_one_outer(self, pieces: Sequence[tuple[str, AnyWeight]]) -> Sequence[tuple[str, AnyWeight]]:
         """Weights of NVFP4 that a fused reader takes for one, under one outer scale; others as they are."""
@@ -277,9 +277,8 @@ class _Job:
                     self.report.clipped[name] = clipped
                 return made
         if x.dim() == 3:
-            one = spec.with_(outer="tensor") if spec.outer == "expert" else spec
             return arrange.pile_packed(
-                [self._quantized(f"{name} expert {e}", x[e], one, None) for e in range(x.shape[0])]
+                [self._quantized(f"{name} expert {e}", x[e], spec.of_one_expert(), None) for e in range(x.shape[0])]
             )
         q = quantize(x, spec, role="w", amax=amax)
         check_finite(name, q)

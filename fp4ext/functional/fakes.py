@@ -91,14 +91,14 @@ def _spec(key: str, axis: int, rng: Tensor | None, role: int = 0) -> Spec:
 
 def _global_shape(spec: Spec, shape: list[int]) -> list[int]:
     """The shape of the outer scales of a result of that shape."""
-    return {"none": [0], "row": [*shape[:-1], 1], "expert": [shape[0], 1, 1]}.get(str(spec.outer), [])
+    return {"none": [0], "row": [*shape[:-1], 1], "expert": [shape[0], 1, 1]}.get(spec.group, [])
 
 
 def _quantized(like: Tensor, x_shape: Shape, spec: Spec, axis: int) -> Quantized:
     """Empty results for an x of that shape, on the device of `like`."""
     shape, least = list(x_shape), 2 if axis == -2 else 1
     _require(len(shape) >= least, f"x has {len(shape)} dimensions", f"at least {least} with axis={axis}")
-    if spec.outer == "expert":
+    if spec.group == "expert":
         _require(len(shape) == 3, f"x has {len(shape)} dimensions", "3, [experts, rows, K], with outer='expert'")
     if axis == -2:
         shape[-2:] = shape[-1], shape[-2]
@@ -204,7 +204,7 @@ def _ends(offsets: Tensor) -> int:
 
 
 def _grouped(like: Tensor, x_shape: Shape, offsets: Tensor | None, spec: Spec, axis: int) -> Quantized:
-    shape, fmt, colwise, by_row = list(x_shape), spec.fmt, axis == -2, spec.outer == "row"
+    shape, fmt, colwise, by_row = list(x_shape), spec.fmt, axis == -2, spec.group == "row"
     wanted = 3 if offsets is None else 2
     _require(len(shape) == wanted, f"x has shape {shape}", "[T, K] with offsets, or [E, N, K] without")
     if offsets is None:

@@ -20,9 +20,9 @@ def gemm(
     w: QTensor | Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    *,
     accumulate: str = "invariant",
     backend: str = "auto",
-    *,
     out: Tensor | None = None,
 ) -> Tensor:
     """Multiply quantized (or plain) matrices: y[.., m, n] = Σ_k x̂[.., m, k]·ŵ[n, k] + bias[n].

@@ -118,6 +118,7 @@ def grouped_gemm(
     w: QTensor | Ragged | Tensor,
     offsets: Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
+    *,
     accumulate: str = "invariant",
     backend: str = "auto",
 ) -> Tensor:

@@ -17,21 +17,23 @@ ops, forward and backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ..errors import Refused
-from ..functional.autograd import first_derivative
+from ..functional.autograd import Context, first_derivative
 from ..functional.quantization import check_input
-from ..policy import policies
 from ..policy.policy import Policy
 from ..policy.recipe import Recipe
 from ..policy.stages import stage_of
 from . import layer_ops
+from .by_policy import ByPolicy
 from .gathered import GatheredWeight
 
 
-class Linear(nn.Linear):
+class Linear(nn.Linear, ByPolicy):
     """nn.Linear by a policy. Its parameters are plain: state_dict, optimizers and sharding see an ordinary nn.Linear.
 
     Args:
@@ -42,32 +44,25 @@ class Linear(nn.Linear):
     Input [.., in_features] in fp32, bf16 or fp16; output [.., out_features] in the same dtype, or autocast's.
     """
 
-    def __init__(self, in_features, out_features, bias=True, device=None, dtype=None, *, policy="end_to_end", name=""):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: Policy | str = "end_to_end",
+        name: str = "",
+    ):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.set_policy(policy, name)
-
-    def set_policy(self, policy: Policy | str, name: str = "", step: int = 0) -> None:
-        """Use another policy from now on."""
-        self.policy, self.policy_name = policies.get(policy), name
-        self.set_step(step)
-
-    def set_step(self, step: int) -> None:
-        """Tell the layer how far training is, for policies that change with it."""
-        self.recipes = self.policy.recipes(self.policy_name, step)
-        # A model whose forward has gone back to BF16 is evaluated so, too.
-        self.inference_stage = "pretrain" if self.policy.has_bf16_forward(step) else "rl_sampler"
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.recipes[stage_of(self)])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, policy={self.policy.name}"
-
-
-def forget_policy(module: nn.Module) -> None:
-    """Remove what set_policy and forward left on a module that becomes plain again."""
-    for attribute in ("policy", "policy_name", "recipes", "inference_stage", "_last_stage"):
-        module.__dict__.pop(attribute, None)
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -93,12 +88,13 @@ def _sharded(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe) -> Tenso
 
     if recipe.mean_split:
         raise Refused("a recipe with mean_split is for whole tensors; accepted for DTensors: mean_split=False")
-    local_x, local_w, local_bias, place, groups, placements = sharded.operands(x, w, bias)
-    y = _whole(local_x, local_w, local_bias, recipe, place, groups)
-    return sharded.whole(y, x, w, placements)
+    local_x, local_w, local_bias, place, groups, whole = sharded.operands(x, w, bias)
+    return whole(_whole(local_x, local_w, local_bias, recipe, place, groups))
 
 
-def _whole(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, place=(), groups: str = "") -> Tensor:
+def _whole(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, place: Sequence[int] = (), groups: str = ""
+) -> Tensor:
     """linear on plain tensors, which may be shards of larger ones."""
     _check(x, w, bias)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias))
@@ -109,11 +105,14 @@ def _whole(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, place=(), 
     if recipe.mean_split and rows.shape[0]:
         rows, bias = _split_mean(rows, w, bias)
     if recorded:
-        y = RecordedLinear.apply(rows, w, bias, None, recipe, place, groups)
+        y = recorded_linear(rows, w, bias, None, recipe, place, groups)
     else:
         y = layer_ops.forward(rows, w, bias, None, recipe, False, False, place, groups)[0]
     # Not a view: FSDP2 hangs its hooks on a module's result, and an in-place operation on a view would lose them.
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0])) if x.dim() != 2 else y
+    if x.dim() == 2:
+        return y
+    whole: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
+    return whole
 
 
 def _plain(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -145,11 +144,32 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         raise Refused(f"bias has shape {tuple(bias.shape)}; accepted: ({w.shape[0]},)")
 
 
-class RecordedLinear(torch.autograd.Function):
-    """A recorded layer; dense, or grouped where there are offsets. experts.py has its other caller."""
+def recorded_linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    recipe: Recipe,
+    place: Sequence[int] = (),
+    groups: str = "",
+) -> Tensor:
+    """A layer whose backward is recorded; dense, or with offsets grouped, as experts.py calls it."""
+    y: Tensor = _Recorded.apply(x, w, bias, offsets, recipe, place, groups)  # type: ignore[no-untyped-call]
+    return y
 
+
+class _Recorded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, bias, offsets, recipe: Recipe, place=(), groups: str = ""):
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor | None,
+        recipe: Recipe,
+        place: Sequence[int],
+        groups: str,
+    ) -> Tensor:
         keep_w, keep_x = ctx.needs_input_grad[:2]  # dx reads w, and dw reads x
         y, states, *kept = layer_ops.forward(x, w, bias, offsets, recipe, keep_x, keep_w, place, groups)
         ctx.recipe, ctx.k, ctx.bias_dtype = recipe, x.shape[1], None if bias is None else bias.dtype
@@ -166,7 +186,7 @@ class RecordedLinear(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx, dy):
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         states, *saved = ctx.saved_tensors
         of_x, of_w = ctx.counts
         offsets = saved.pop(0) if len(saved) > of_x + of_w else None

@@ -17,14 +17,33 @@ from torch import Tensor, nn
 from ..errors import Refused
 from ..functional.grouped import check_offsets
 from ..functional.quantization import check_input
+from ..policy.policy import Policy
 from ..policy.recipe import Recipe
 from ..policy.stages import stage_of
 from . import layer_ops
 from .activation import swiglu
-from .dense import Linear, RecordedLinear
+from .by_policy import ByPolicy
+from .dense import recorded_linear
 
 
-class Experts(nn.Module):
+class StacksByPolicy(ByPolicy):
+    """Experts with stacked weights, whose products follow the recipe of the current stage."""
+
+    def product(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
+        """x [T, K] times the stack of that name, by the stage's recipe: what an audit watches."""
+        return grouped_linear(x, self.stack(name), offsets, self.recipes[stage_of(self)])
+
+    def stack(self, name: str) -> Tensor:
+        """A stack as [E, N, K]."""
+        raise NotImplementedError
+
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """The names of the two stacks, in the order of their products."""
+        raise NotImplementedError
+
+
+class Experts(StacksByPolicy):
     """SwiGLU experts by a policy, in the layout of transformers' stacked experts. The parameters are plain.
 
     Args:
@@ -41,14 +60,23 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, experts: int, features: int, hidden: int, device=None, dtype=None, *, policy="end_to_end", name=""
+        self,
+        experts: int,
+        features: int,
+        hidden: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: Policy | str = "end_to_end",
+        name: str = "",
     ):
         super().__init__()
         for what, size in {"experts": experts, "features": features, "hidden": hidden}.items():
             if size < 1:
                 raise Refused(f"{what} is {size}; accepted: a whole number from 1")
-        empty = lambda *shape: nn.Parameter(torch.empty(experts, *shape, device=device, dtype=dtype))  # noqa: E731
-        self.gate_up_proj, self.down_proj = empty(2 * hidden, features), empty(features, hidden)
+        shapes = (experts, 2 * hidden, features), (experts, features, hidden)
+        gate_up, down = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for shape in shapes)
+        self.gate_up_proj, self.down_proj = gate_up, down
         self.set_policy(policy, name)
         self.reset_parameters()
 
@@ -58,23 +86,15 @@ class Experts(nn.Module):
             bound = 1 / math.sqrt(p.shape[-1])
             nn.init.uniform_(p, -bound, bound)
 
-    set_policy, set_step = Linear.set_policy, Linear.set_step
-
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         h = swiglu(self.product(x, "gate_up_proj", offsets), stage_of(self))
         return self.product(h, "down_proj", offsets)
 
-    def product(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
-        """x times one of the stacks, by the stage's recipe: what an audit watches."""
-        return grouped_linear(x, self.stack(name), offsets, self.recipes[stage_of(self)])
-
     def stack(self, name: str) -> Tensor:
-        """gate_up_proj or down_proj as [E, N, K]."""
-        return getattr(self, name)
+        return self.gate_up_proj if name == "gate_up_proj" else self.down_proj
 
     @property
     def stacks(self) -> tuple[str, str]:
-        """The names of the two stacks, in the order of their products."""
         return "gate_up_proj", "down_proj"
 
     def extra_repr(self) -> str:
@@ -100,12 +120,15 @@ def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe) -> Ten
         recipe.check_backward()
     x = layer_ops.by_autocast(x)
     if recorded:
-        return RecordedLinear.apply(x, w, None, offsets, recipe, (), "")
+        return recorded_linear(x, w, None, offsets, recipe)
     return layer_ops.forward(x, w, None, offsets, recipe, False, False)[0]
 
 
 def _own_experts(w: Tensor) -> Tensor:
     """This rank's experts of a DTensor that is cut between experts (fp4ext.distributed.ExpertParallel)."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(w, DTensor)
     if not all(p.is_shard(0) or p.is_replicate() for p in w.placements):
         raise Refused(f"the weight is placed as {w.placements}; accepted for experts: Shard(0), Replicate()")
     return w.to_local()

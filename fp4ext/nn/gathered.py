@@ -37,7 +37,9 @@ class GatheredWeight(Tensor):
         self.q, self.spec = q, spec
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without cls
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (aten.detach.default, aten.as_strided.default, aten.view.default, aten.alias.default):
             weight = args[0]
             if func in (aten.detach.default, aten.alias.default) or tuple(args[1]) == tuple(weight.shape):
@@ -45,7 +47,7 @@ class GatheredWeight(Tensor):
         args, kwargs = tree_map_only(GatheredWeight, lambda t: t.q.dequantize(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch declares an argument that it never passes
         return f"GatheredWeight({self.spec}, {self.q})"
 
     def check(self, spec: Spec | None) -> None:

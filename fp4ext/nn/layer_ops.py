@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..functional import fakes, ops
 from ..functional.gemms import gemm
-from ..functional.grouped import Ragged, grouped_gemm, grouped_quantize
-from ..functional.qtensor import QTensor
+from ..functional.grouped import grouped_gemm, grouped_quantize
+from ..functional.qtensor import QTensor, Ragged
 from ..functional.quantization import quantize, wrap
 from ..functional.transpose import transposed
 from ..policy.recipe import Recipe
@@ -35,6 +36,7 @@ from .shards import Shards
 Operand = QTensor | Ragged | Tensor
 Cut = Tensor | Shards | None  # what divides an operand: offsets between experts, or ranks that have shards of it
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Shape = Sequence[int]
 STATES = 1  # the place of the RNG states among the outputs of a forward
 
 
@@ -65,7 +67,8 @@ def forward(
         states = _draw(x, place, groups) if recipe.needs_rng else _no_states(x)
         return _layer(x, w, bias, offsets, recipe, keep_x, keep_w, place, groups, states)
     op = torch.ops.fp4ext.layer_random if recipe.needs_rng else torch.ops.fp4ext.layer
-    return op(x, w, bias, offsets, recipe.key, keep_x, keep_w, place, groups)
+    outputs: Forward = op(x, w, bias, offsets, recipe.key, keep_x, keep_w, place, groups)
+    return outputs
 
 
 def backward(
@@ -118,13 +121,22 @@ def keeps_plain(recipe: Recipe) -> tuple[bool, bool]:
 def _kept(recipe: Recipe, role: str) -> tuple[Spec | None, int]:
     """How the backward's copy of x or w is quantized, and along which axis: the forward's own row-wise copy where the
     backward GEMM is plain or works from it, else a column-wise one."""
-    row, later = (recipe.fprop.x, recipe.wgrad) if role == "x" else (recipe.fprop.w, recipe.dgrad)
-    col = later.x if role == "x" else later.w
-    return (row, -1) if col is None or later.from_fprop else (col, -2)
+    row, col = (recipe.fprop.x, recipe.wgrad.x) if role == "x" else (recipe.fprop.w, recipe.dgrad.w)
+    from_fprop = (recipe.wgrad if role == "x" else recipe.dgrad).from_fprop
+    return (row, -1) if col is None or from_fprop else (col, -2)
 
 
 def _layer(
-    x, w, bias, offsets, recipe: Recipe, keep_x: bool, keep_w: bool, place: Sequence[int], groups: str, states: Tensor
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    recipe: Recipe,
+    keep_x: bool,
+    keep_w: bool,
+    place: Sequence[int],
+    groups: str,
+    states: Tensor,
 ) -> Forward:
     fprop, dgrad, wgrad = _streams(states)
     cut = Shards(place, groups) if groups else offsets
@@ -174,18 +186,30 @@ def _layer_random_op(
     return _layer(x, w, bias, offsets, Recipe.parse(recipe), keep_x, keep_w, place, groups, _draw(x, place, groups))
 
 
-def _fake_layer(x, w, bias, offsets, recipe, keep_x, keep_w, place=(), groups="", after=None) -> Forward:
-    recipe, parts = Recipe.parse(recipe), []
-    for t, role, keep in ((x, "x", keep_x), (w, "w", keep_w)):
-        spec, axis = _kept(recipe, role)
+def _fake_layer(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    recipe: str,
+    keep_x: bool,
+    keep_w: bool,
+    place: Sequence[int] = (),
+    groups: str = "",
+    after: Tensor | None = None,
+) -> Forward:
+    parsed = Recipe.parse(recipe)
+
+    def kept(t: Tensor, role: str, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+        spec, axis = _kept(parsed, role)
         if spec is None or not keep:
-            parts += _parts(None, t)
-        elif offsets is None:
-            parts += fakes.fake_quantized(t, spec.key, axis)
-        else:
-            parts += fakes.fake_grouped(t, offsets if role == "x" else None, spec.key, axis)
-    states = x.new_empty((3 if recipe.needs_rng else 0, 2), dtype=torch.int64)
-    return x.new_empty((x.shape[0], w.shape[-2])), states, *parts
+            return _parts(None, t)
+        if offsets is None:
+            return fakes.fake_quantized(t, spec.key, axis)
+        return fakes.fake_grouped(t, offsets if role == "x" else None, spec.key, axis)
+
+    states = x.new_empty((3 if parsed.needs_rng else 0, 2), dtype=torch.int64)
+    return x.new_empty((x.shape[0], w.shape[-2])), states, *kept(x, "x", keep_x), *kept(w, "w", keep_w)
 
 
 _layer_op.register_fake(_fake_layer)
@@ -214,15 +238,15 @@ def _layer_backward_op(
 
 
 def _backward(
-    dy,
-    states,
-    x,
-    w,
-    offsets,
+    dy: Tensor,
+    states: Tensor,
+    x: list[Tensor],
+    w: list[Tensor],
+    offsets: Tensor | None,
     r: Recipe,
     k: int,
-    x_dtype,
-    w_dtype,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
     need_dx: bool,
     need_dw: bool,
     place: Sequence[int],
@@ -247,19 +271,47 @@ def _backward(
 
 
 @_layer_backward_op.register_fake
-def _(dy, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw, place=(), groups=""):
+def _(
+    dy: Tensor,
+    states: Tensor,
+    x: list[Tensor],
+    w: list[Tensor],
+    offsets: Tensor | None,
+    recipe: str,
+    k: int,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
+    need_dx: bool,
+    need_dw: bool,
+    place: Sequence[int] = (),
+    groups: str = "",
+) -> tuple[Tensor, Tensor]:
     w_shape = ([] if offsets is None else [offsets.shape[0]]) + [dy.shape[1], k]
     dx = dy.new_empty((dy.shape[0], k) if need_dx else (0,), dtype=x_dtype)
     return dx, dy.new_empty(w_shape if need_dw else (0,), dtype=w_dtype)
 
 
 @register_flop_formula([torch.ops.fp4ext.layer, torch.ops.fp4ext.layer_random])
-def _(x_shape, w_shape, *_, **__) -> int:
+def _(x_shape: Shape, w_shape: Shape, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x_shape) * w_shape[-2]
 
 
 @register_flop_formula(torch.ops.fp4ext.layer_backward)
-def _(dy_shape, states, x, w, offsets, recipe, k, x_dtype, w_dtype, need_dx, need_dw, *_, **__) -> int:
+def _(
+    dy_shape: Shape,
+    states: Any,
+    x: Any,
+    w: Any,
+    offsets: Any,
+    recipe: str,
+    k: int,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
+    need_dx: bool,
+    need_dw: bool,
+    *_: Any,
+    **__: Any,
+) -> int:
     return 2 * math.prod(dy_shape) * k * (need_dx + need_dw)
 
 
@@ -271,7 +323,9 @@ def _streams(states: Tensor) -> tuple[Tensor | None, ...]:
 def operand(t: Operand, spec: Spec | None, role: str, axis: int, cut: Cut, rng: Tensor | None) -> Operand:
     """t, or its transpose, quantized where there is a spec. Stacks of weights are not cut by offsets."""
     if spec is None:
+        assert isinstance(t, Tensor)
         return t if axis == -1 else t.mT
+    assert not isinstance(t, Ragged)
     if cut is None:
         return quantize(t, spec, axis=axis, rng=rng, role=role)
     if isinstance(cut, Shards):
@@ -280,7 +334,7 @@ def operand(t: Operand, spec: Spec | None, role: str, axis: int, cut: Cut, rng: 
 
 
 def _both_ways(
-    t: Tensor, row: Spec | None, col: Spec | None, role: str, cut: Cut, rng_row, rng_col
+    t: Tensor, row: Spec | None, col: Spec | None, role: str, cut: Cut, rng_row: Tensor | None, rng_col: Tensor | None
 ) -> tuple[Operand, Operand]:
     """t and its transpose, each quantized where it has a spec; in one op where both have and the layer is dense."""
     if row and col and cut is None:
@@ -290,7 +344,14 @@ def _both_ways(
 
 
 def _forward_operand(
-    t: Tensor, row: Spec | None, kept: tuple[Spec | None, int], keep: bool, role: str, cut: Cut, rng_row, rng_col
+    t: Tensor,
+    row: Spec | None,
+    kept: tuple[Spec | None, int],
+    keep: bool,
+    role: str,
+    cut: Cut,
+    rng_row: Tensor | None,
+    rng_col: Tensor | None,
 ) -> tuple[Operand, Operand | None]:
     """(what fprop multiplies, what the backward keeps) of x or w."""
     spec, axis = kept
@@ -303,7 +364,7 @@ def _forward_operand(
 
 
 def _backward_operand(
-    kept: Operand, spec: Spec | None, from_fprop: bool, role: str, cut: Cut, rng, dtype: torch.dtype
+    kept: Operand, spec: Spec | None, from_fprop: bool, role: str, cut: Cut, rng: Tensor | None, dtype: torch.dtype
 ) -> Operand:
     """The transposed operand of a backward GEMM from what the forward kept; plain ones in `dtype`."""
     if spec is None:
@@ -326,9 +387,10 @@ def product(
         b = b.to(a.dtype)
     out = torch.float32 if dtype == torch.float16 else dtype
     if offsets is not None:
-        return grouped_gemm(a, b, offsets, out, accumulate).to(dtype)
+        return grouped_gemm(a, b, offsets, out, accumulate=accumulate).to(dtype)
     if isinstance(a, Tensor) and isinstance(b, Tensor) and not own:
         return F.linear(a, b, None if bias is None else bias.to(a.dtype)).to(dtype)
+    assert not isinstance(a, Ragged) and not isinstance(b, Ragged)
     return gemm(a, b, bias, out, accumulate=accumulate).to(dtype)
 
 
@@ -347,13 +409,15 @@ def copy_for_dgrad(parts: list[Tensor], recipe: Recipe, n: int, k: int) -> list[
     if _kept(recipe, "w")[1] == -1:
         return parts
     row = _rebuilt(parts, (recipe.fprop.w, -1), [n, k], None, torch.float32)
+    assert isinstance(row, QTensor)
     return list(_parts(transposed(row), row.codes))
 
 
 def _parts(kept: Operand | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes and block scales as bytes, and the outer scale, of a quantized copy; empty tensors where there is none."""
     if kept is None or isinstance(kept, Tensor):
-        return (*(like.new_empty(0, dtype=torch.uint8) for _ in range(2)), like.new_empty(0, dtype=torch.float32))
+        codes, scales = (like.new_empty(0, dtype=torch.uint8) for _ in range(2))
+        return codes, scales, like.new_empty(0, dtype=torch.float32)
     outer = kept.global_scale
     outer = kept.codes.new_empty(0, dtype=torch.float32) if outer is None else outer
     return kept.codes.view(torch.uint8), kept.scales.view(torch.uint8), outer
@@ -366,9 +430,10 @@ def _rebuilt(
     if len(parts) == 1:
         return parts[0]
     (spec, axis), (codes, scales, outer) = kept, parts
-    shape = torch.Size(shape if axis == -1 else [*shape[:-2], shape[-1], shape[-2]])
+    assert spec is not None  # else the plain tensor is kept alone
+    size = torch.Size(shape if axis == -1 else [*shape[:-2], shape[-1], shape[-2]])
     fmt = spec.fmt
     made = codes.view(fmt.codes_dtype), scales.view(fmt.scale_dtype), outer if fmt.has_global_scale else None
     if offsets is not None and axis == -2:
-        return Ragged(*made, fmt, shape, offsets, dtype)
-    return QTensor(*made, fmt, shape, dtype)
+        return Ragged(*made, fmt, size, offsets, dtype)
+    return QTensor(*made, fmt, size, dtype)

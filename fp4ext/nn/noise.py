@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import Refused
 from .dense import Linear
-from .experts import Experts
+from .experts import Experts, StacksByPolicy
 from .packed_layers import QuantizedStacked
 from .transformers_experts import Stacked
 
@@ -69,9 +69,10 @@ def weights(model: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     for name, m in model.named_modules():
         if isinstance(m, Linear):
-            found[name] = m.weight
-        elif is_mixture(m):
-            found |= {f"{name}.{stack}" if name else stack: getattr(m, stack) for stack in m.stacks}
+            found[name] = m.get_parameter("weight")
+        elif isinstance(m, StacksByPolicy) and is_mixture(m):
+            for stack in m.stacks:
+                found[f"{name}.{stack}" if name else stack] = m.get_parameter(stack)
     return found
 
 

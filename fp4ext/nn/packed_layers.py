@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Refused
-from ..functional.autograd import first_derivative
+from ..functional.autograd import Context, first_derivative
 from ..functional.grouped import grouped_quantize
 from ..functional.qtensor import QTensor
 from ..functional.quantization import check_input
@@ -43,6 +43,8 @@ class QuantizedLinear(nn.Module):
     Raises:
         ValueError: a weight that is no matrix, or a bias that does not fit. TypeError: a weight that is no QTensor.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(self, weight: QTensor, bias: Tensor | None = None, x: Spec | None = None, w: Spec | None = None):
         super().__init__()
@@ -155,7 +157,13 @@ class QuantizedStacked(Stacked):
 
     Attributes:
         x, w: as in QuantizedExperts.
+        kinds: the format and shape of each stack, by its name. weight_dtype: the dtype that the stacks had.
     """
+
+    x: Spec | None
+    w: Spec | None
+    kinds: dict[str, tuple[Format, torch.Size]]
+    weight_dtype: torch.dtype
 
     @classmethod
     def of(cls, module: nn.Module, x: Spec | None, w: Spec) -> nn.Module:
@@ -170,6 +178,7 @@ class QuantizedStacked(Stacked):
         # deepcopy takes what is in the memo for a copy that it has made already: no stack is copied.
         made = copy.deepcopy(module, {id(module._parameters[name]): None for name in names})
         made.__class__ = mixed(cls, plain_class(module))
+        assert isinstance(made, QuantizedStacked)
         made.kinds = {name: (q.format, q.shape) for name, q in packed.items()}
         made.weight_dtype, (made.x, made.w) = packed[names[0]].dtype, _specs(x, w)
         for name, q in packed.items():
@@ -201,14 +210,17 @@ def _product(x: Tensor, spec: Spec | None, w: QTensor, bias: Tensor | None, offs
     """Q(x)·ŵᵀ + bias in the dtype of x, with its backward. x [T, K], w [N, K]; or with offsets [E], w [E, N, K]."""
     check_input("x", x)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Product.apply(x, spec, w, bias, offsets)
+        y: Tensor = _Product.apply(x, spec, w, bias, offsets)  # type: ignore[no-untyped-call]
+        return y
     rounded = layer_ops.operand(x, spec, "x", -1, offsets, None)
     return layer_ops.product(rounded, w, bias, offsets, x.dtype)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, spec: Spec | None, w: QTensor, bias, offsets):
+    def forward(
+        ctx: Context, x: Tensor, spec: Spec | None, w: QTensor, bias: Tensor | None, offsets: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(offsets, *w.tensors().values())
         ctx.w, ctx.dtypes = (w.format, w.shape, w.dtype), (x.dtype, None if bias is None else bias.dtype)
         with torch.no_grad():
@@ -216,7 +228,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx, dy):
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         offsets, codes, scales, *outer = ctx.saved_tensors
         x_dtype, bias_dtype = ctx.dtypes
         dx = db = None

@@ -16,19 +16,22 @@ communicates, and where it does so is as for torch's own linear layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..errors import Refused
+from ..functional.autograd import Context
 from .shards import groups_key, shares_amax
 
-Placements = tuple[Placement, ...]
+Whole = Callable[[Tensor], Tensor]
 
 
 def operands(
     x: Tensor, w: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...], str, Placements]:
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...], str, Whole]:
     """What this rank multiplies, and what its product is.
 
     Args:
@@ -36,18 +39,14 @@ def operands(
 
     Returns:
         The local x, w and bias, through which gradients flow back to the DTensors; `place` and `groups` of their
-        Shards; the placements of y.
+        Shards; the function that makes a DTensor [.., N] of the rank's product.
 
     Raises:
         Refused: a plain tensor beside a DTensor, meshes that differ, a weight whose placement is in no line of the
             table above.
     """
-    for name, t in {"x": x, "weight": w, "bias": bias}.items():
-        if t is not None and not isinstance(t, DTensor):
-            raise Refused(
-                f"{name} is a plain tensor beside a DTensor; accepted: x, weight and bias all DTensors (a layer under "
-                "fully_shard is called through its module, which gathers the weight first)"
-            )
+    x, w = _checked("x", x), _checked("weight", w)
+    bias = None if bias is None else _checked("bias", bias)
     mesh = w.device_mesh
     for name, t in {"x": x, "bias": bias}.items():
         if t is not None and t.device_mesh != mesh:
@@ -59,18 +58,28 @@ def operands(
     place, groups = _shards(x, w)
     local_x = x.to_local(grad_placements=of_dx)
     local_w = w.redistribute(mesh, of_w).to_local(grad_placements=of_dw)
+    local_bias = None
     if bias is not None:
-        bias = bias.redistribute(mesh, of_bias).to_local(grad_placements=of_db)
+        local_bias = bias.redistribute(mesh, of_bias).to_local(grad_placements=of_db)
         if any(isinstance(p, Partial) and mesh.get_local_rank(i) for i, p in enumerate(of_y)):
-            bias = _Elsewhere.apply(bias)  # the sum over ranks has it once
-    return local_x, local_w, bias, place, groups, of_y
+            local_bias = _Elsewhere.apply(local_bias)  # type: ignore[no-untyped-call]
 
-
-def whole(y: Tensor, x: DTensor, w: DTensor, placements: Placements) -> DTensor:
-    """The DTensor of which y is this rank's part: [.., N], with the leading dimensions of x."""
     shape = torch.Size((*x.shape[:-1], w.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(y, w.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def whole(y: Tensor) -> Tensor:
+        return DTensor.from_local(y, mesh, of_y, run_check=False, shape=shape, stride=stride)
+
+    return local_x, local_w, local_bias, place, groups, whole
+
+
+def _checked(name: str, t: Tensor) -> DTensor:
+    if not isinstance(t, DTensor):
+        raise Refused(
+            f"{name} is a plain tensor beside a DTensor; accepted: x, weight and bias all DTensors (a layer under "
+            "fully_shard is called through its module, which gathers the weight first)"
+        )
+    return t
 
 
 def _line(x: Placement, w: Placement, last: int) -> tuple[Placement, ...]:
@@ -111,7 +120,8 @@ def _cuts(t: DTensor) -> tuple[list[int], list[list[str]]]:
 
     DTensor cuts as torch.chunk does: every shard has ceil(size / ranks) elements, the last ones fewer.
     """
-    at, groups, sizes = [0] * t.dim(), [[] for _ in t.shape], list(t.shape)
+    at, sizes = [0] * t.dim(), list(t.shape)
+    groups: list[list[str]] = [[] for _ in t.shape]
     for i, placement in enumerate(t.placements):
         if not placement.is_shard():
             continue
@@ -127,12 +137,13 @@ def _cuts(t: DTensor) -> tuple[list[int], list[list[str]]]:
 
 
 class _Elsewhere(torch.autograd.Function):
-    """Zeros in place of a bias that another rank adds; its gradient is every rank's."""
+    """Zeros in place of a bias that another rank adds, so that the sum over ranks has it once; its gradient is every
+    rank's."""
 
     @staticmethod
-    def forward(ctx, bias):
+    def forward(ctx: Context, bias: Tensor) -> Tensor:
         return torch.zeros_like(bias)
 
     @staticmethod
-    def backward(ctx, db):
+    def backward(ctx: Context, db: Tensor) -> Tensor:
         return db

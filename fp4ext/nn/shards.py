@@ -12,14 +12,14 @@ accurate; `share_amax` makes them share it too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from ..functional import ops
 from ..functional.qtensor import QTensor
@@ -77,7 +77,7 @@ class Shard:
         """The process groups over which the amax of a quantization is reduced."""
         if not self.shares_amax or not spec.fmt.has_global_scale:
             return ()
-        if spec.outer == "row":
+        if spec.group == "row":
             return self.column_groups if axis == -1 else self.row_groups
         return (*self.row_groups, *self.column_groups)
 
@@ -104,14 +104,16 @@ class Shards:
         """The shard of "x", "w" or "dy"."""
         at = ("x", "w", "dy").index(role)
         _, cuts, shared = _parsed(self.groups)
-        return Shard(*self.place[2 * at : 2 * at + 2], *cuts[2 * at : 2 * at + 2], role in shared)
+        row, column = self.place[2 * at : 2 * at + 2]
+        row_groups, column_groups = cuts[2 * at : 2 * at + 2]
+        return Shard(row, column, row_groups, column_groups, role in shared)
 
     def draw_rank(self) -> int:
         """The first rank of the mesh, whose random bits all its ranks draw."""
         own = torch.distributed.get_rank()
         first = own
         for name in _parsed(self.groups)[0]:
-            first -= own - min(torch.distributed.get_process_group_ranks(_resolve_process_group(name)))
+            first -= own - min(torch.distributed.get_process_group_ranks(_resolve_process_group(GroupName(name))))
         return first
 
 
@@ -130,7 +132,7 @@ _share_all = False
 
 
 @contextmanager
-def share_amax(on: bool = True):
+def share_amax(on: bool = True) -> Iterator[None]:
     """Within it, sharded activations and gradients are quantized with the outer scale of the whole tensor, too.
 
     Then each rank's codes and scales are those of one process with the whole batch and the whole weight, where cuts lie

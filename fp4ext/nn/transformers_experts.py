@@ -18,24 +18,35 @@ The module stays the same object; its class becomes one derived from its own. tr
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable
+from typing import Any, SupportsIndex, cast
 
 from torch import Tensor, nn
 
 from ..functional.grouped import expert_ends
-from .dense import forget_policy
-from .experts import Experts
+from .by_policy import ByPolicy, forget_policy
+from .experts import StacksByPolicy
 
 RECORDED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
 
 
-class Stacked:
-    """What is mixed into a class of experts of transformers. `convert` and `revert` change classes; nobody else does.
+class Stacked(StacksByPolicy):
+    """What is mixed into a class of experts of transformers. Only `convert` and `revert` change classes.
 
     Attributes:
-        policy, policy_name, recipes, product: as in Experts.
+        num_experts, is_transposed, has_gate, has_bias, has_post_expert_norm, act_fn, post_expert_norm, _apply_gate:
+            those of the model's own class.
     """
 
-    set_policy, set_step, product = Experts.set_policy, Experts.set_step, Experts.product
+    MIXED: type[Stacked]
+    num_experts: int
+    is_transposed: bool
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+    _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         (tokens, top_k), x = top_k_index.shape, hidden_states
@@ -50,6 +61,7 @@ class Stacked:
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
         y = y[order.argsort()].view(tokens, top_k, -1).float() * top_k_weights.float()[..., None]
+        total: Tensor
         total, *rest = y.unbind(1)
         for part in rest:
             total = total + part
@@ -57,11 +69,9 @@ class Stacked:
 
     @property
     def stacks(self) -> tuple[str, str]:
-        """The names of the two stacks, in the order of their products."""
         return names_of_stacks(self)
 
     def stack(self, name: str) -> Tensor:
-        """One of them as [E, N, K]."""
         return stack_of(self, name)
 
     def _biased(self, y: Tensor, name: str, chosen: Tensor) -> Tensor:
@@ -70,7 +80,7 @@ class Stacked:
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), f"policy={self.policy.name}")))
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Copies and pickles: the class is made anew from the model's own."""
         return _empty, (self.MIXED, plain_class(self)), self.__dict__
 
@@ -101,7 +111,7 @@ def names_of_stacks(module: nn.Module) -> tuple[str, str]:
 
 def stack_of(module: nn.Module, name: str) -> Tensor:
     """A stack of transformers' experts, converted or not, as [E, N, K]."""
-    w = getattr(module, name)
+    w = module.get_parameter(name)
     return w.mT if module.is_transposed else w
 
 
@@ -119,17 +129,21 @@ def restore(module: nn.Module) -> None:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of the model's own."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, Stacked))
+    return next(kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, ByPolicy))
+
+
+def mixed(mixin: type[Stacked], plain: type[nn.Module]) -> type[Stacked]:
+    """The class of a model's own experts with the mixin before it."""
+    return _mixed(cast(Hashable, mixin), cast(Hashable, plain))
 
 
 @functools.cache
-def mixed(mixin: type, plain: type[nn.Module]) -> type[nn.Module]:
-    """The class of a model's own experts with the mixin before it."""
+def _mixed(mixin: type[Stacked], plain: type[nn.Module]) -> type[Stacked]:
     more = {"__module__": plain.__module__, "__doc__": mixin.__doc__, "MIXED": mixin}
     return type(plain.__name__, (mixin, plain), more)
 
 
-def _empty(mixin: type, plain: type[nn.Module]) -> nn.Module:
+def _empty(mixin: type[Stacked], plain: type[nn.Module]) -> nn.Module:
     made = mixed(mixin, plain)
     return made.__new__(made)
 

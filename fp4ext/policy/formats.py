@@ -98,7 +98,7 @@ NVFP4 = Format(
     True,
     ("amax", "four_over_six", "four_over_six_mae", "four_over_six_absmax", "sweep", "minvar"),
     ("1x16", "16x16"),
-    ("tensor", "pow2", "row", "expert"),
+    ("tensor", "pow2", "row", "row_pow2", "expert", "expert_pow2"),
 )
 
 

@@ -119,7 +119,7 @@ class Recipe:
             return f"x is rounded or rotated at random ({x})"
         if x.block == "16x16":
             return f"x has 16x16 blocks, which 16 rows share ({x})"
-        if x.fmt.has_global_scale and x.outer != "row":
+        if x.fmt.has_global_scale and x.group != "row":
             return f"x has one outer scale for all rows ({x})"
         return None
 

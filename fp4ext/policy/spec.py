@@ -32,7 +32,7 @@ class Spec:
             block, as published; scale "amax").
         block: "1x16" or "16x16" (NVFP4), "1x32" (MX).
         outer: which elements share an fp32 outer scale: those of a "tensor", a "row" or an "expert" (NVFP4), or "none"
-            (MX). "pow2" is one scale per tensor, rounded up to a power of two.
+            (MX). "pow2", "row_pow2" and "expert_pow2" are the same three with scales rounded up to powers of two.
         rht: random Hadamard transform along the contraction: "none", "16" … "128" (also as int), or in two stages,
             "16x2" … "128x2" (section 6).
 
@@ -74,9 +74,10 @@ class Spec:
                 f"16x16 blocks take neither eden rounding nor an rht, got rounding={self.rounding!r}, "
                 f"rht={self.rht!r}; accepted: rounding nearest or stochastic, rht none"
             )
-        if self.block == "16x16" and self.outer == "row":
+        if self.block == "16x16" and self.group == "row":
+            accepted = ", ".join(outer for outer in f.outers if not outer.startswith("row"))
             raise Refused(
-                "a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert"
+                f"a 16x16 tile has one scale for 16 rows, so outer={self.outer!r} is undefined; accepted: {accepted}"
             )
 
     @property
@@ -96,6 +97,20 @@ class Spec:
     def with_(self, **changes: Any) -> Spec:
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+    @property
+    def group(self) -> str:
+        """The elements that share an outer scale: "tensor", "row" or "expert"; "none" for MX."""
+        return "tensor" if self.outer == "pow2" else str(self.outer).removesuffix("_pow2")
+
+    @property
+    def pow2(self) -> bool:
+        """Whether outer scales are rounded up to powers of two."""
+        return str(self.outer).endswith("pow2")
+
+    def of_one_expert(self) -> Spec:
+        """The Spec that quantizes the matrix of one expert alone as this one does in a stack."""
+        return self.with_(outer="pow2" if self.pow2 else "tensor") if self.group == "expert" else self
 
     @property
     def fmt(self) -> Format:
@@ -126,7 +141,7 @@ def as_spec(spec: Spec | Format | str) -> Spec:
     """
     if isinstance(spec, Spec):
         return spec
-    return Spec.parse(spec) if isinstance(spec, str) else Spec(spec)
+    return Spec.parse(spec) if isinstance(spec, str) else Spec(spec.name)
 
 
 def _one_of(what: str, value: object, accepted: tuple[str, ...]) -> None:

@@ -31,15 +31,15 @@ class Outer:
     decode: torch.Tensor
 
 
-def outer_scales(a: torch.Tensor, scale: str, outer: str, eden: bool = False) -> Outer:
+def outer_scales(a: torch.Tensor, scale: str, pow2: bool, eden: bool = False) -> Outer:
     """S_enc and S_dec of the amax `a` (fp32, any shape). Law 2; g of law 7 for rule amax under eden rounding."""
     if eden and scale == "amax":
         g = torch.where(a == 0, f32(1.0), divide(a, f32(255.99 * EDEN_VAL_MAX)))
-        return Outer(encode=divide(1.0, g), decode=_power_of_two(g) if outer == "pow2" else g)
+        return Outer(encode=divide(1.0, g), decode=_power_of_two(g) if pow2 else g)
     c = E2M1.max * (E4M3.max if scale == "amax" else 256.0)
     encode = torch.where(a == 0, f32(1.0), at_most(divide(c, a), FLT_MAX))
     decode = divide(1.0, encode)
-    if outer == "pow2":
+    if pow2:
         decode = _power_of_two(decode)
         encode = divide(1.0, decode)
     return Outer(encode, decode)

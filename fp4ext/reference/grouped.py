@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from ..policy import formats
+from ..policy.spec import as_spec
 from .gemms import gemm
 from .philox import Rng
-from .quantization import _spec, quantize
+from .quantization import quantize
 
 
 def grouped_quantize(x: torch.Tensor, spec, offsets: torch.Tensor | None = None, axis: int = -1, rng=None, role="x"):
@@ -17,9 +18,7 @@ def grouped_quantize(x: torch.Tensor, spec, offsets: torch.Tensor | None = None,
     x [T, K] with offsets, axis -1: [T, ⌈K⌉] and global_scale [T, 1]; axis -2: [K, columns], experts side by side, and
     [E, 1, 1] ([E, K, 1] for outer="row"). x [E, N, K] without offsets: a stack, and [E, 1, 1] ([E, rows, 1]).
     """
-    spec = _spec(spec)
-    if spec.outer == "expert":
-        spec = spec.with_(outer="tensor")
+    spec = as_spec(spec).of_one_expert()
     ragged, k = offsets is not None, x.shape[-1]
     matrices = _rows(x, offsets) if ragged else list(x)
     parts, row = [], 0

@@ -62,13 +62,13 @@ def quantize(
         global_scale: fp32, the decode multiplier: [] (tensor, pow2), [.., rows, 1] (row), [E, 1, 1] (expert), [0] (MX).
         Leading sizes and rows are those of the output: for axis -2, rows = the columns of x. A 1-D x has no rows axis.
     """
-    spec = _spec(spec)
+    spec = as_spec(spec)
     fmt = spec.fmt
     view = _rotated_view(x, spec, axis, rng)
     view = F.pad(view, (0, -view.shape[-1] % fmt.block))
     if fmt.has_global_scale:
         a = _amax(view, spec) if amax is None else f32(amax)
-        outer = outer_scales(a, spec.scale, spec.outer, eden=spec.is_eden)
+        outer = outer_scales(a, spec.scale, spec.pow2, eden=spec.is_eden)
     else:
         outer = None
 
@@ -105,18 +105,18 @@ def quantize(
     global_scale = outer.decode.clone() if fmt.has_global_scale else torch.empty(0)
     if x.dim() == 1:
         codes, scales = codes[0], scales[0]
-        global_scale = global_scale[0] if spec.outer == "row" else global_scale
+        global_scale = global_scale[0] if spec.group == "row" else global_scale
     return codes.view(fmt.codes_dtype), scales.view(fmt.scale_dtype), global_scale
 
 
 def amax_of(x: torch.Tensor, spec: Spec | str, axis: int = -1, rng=None) -> torch.Tensor:
     """A of law 2: max|x| over the finite values of each outer group (of the rotated values). fp32, shape of
     global_scale."""
-    spec = _spec(spec)
+    spec = as_spec(spec)
     if not spec.fmt.has_global_scale:
         return torch.empty(0)
     a = _amax(_rotated_view(x, spec, axis, rng), spec)
-    return a[0] if x.dim() == 1 and spec.outer == "row" else a
+    return a[0] if x.dim() == 1 and spec.group == "row" else a
 
 
 def dequantize(
@@ -166,7 +166,7 @@ def _rotated_view(x: torch.Tensor, spec: Spec, axis: int, rng) -> torch.Tensor:
     if x.dim() == 0:
         raise ValueError("a scalar has no axis to quantize along")
     view = view[None] if x.dim() == 1 else view
-    if spec.outer == "expert" and x.dim() != 3:
+    if spec.group == "expert" and x.dim() != 3:
         raise ValueError(f"outer='expert' needs a stacked 3-D tensor, got shape {tuple(x.shape)}")
     if spec.rht != "none":
         view = hadamard.rht(view, *hadamard.parse(spec.rht), rng)
@@ -175,7 +175,7 @@ def _rotated_view(x: torch.Tensor, spec: Spec, axis: int, rng) -> torch.Tensor:
 
 def _amax(view: torch.Tensor, spec: Spec) -> torch.Tensor:
     magnitude = torch.where(torch.isfinite(view), view.abs(), 0.0)
-    dims = {"row": (-1,), "expert": (-2, -1)}.get(spec.outer)
+    dims = {"row": (-1,), "expert": (-2, -1)}.get(spec.group)
     if dims is None:
         return magnitude.max() if magnitude.numel() else torch.zeros(())
     shape = [1 if d - view.dim() in dims else size for d, size in enumerate(view.shape)]
@@ -207,12 +207,3 @@ def _direction(axis: int) -> int:
     if axis not in (-1, -2):
         raise ValueError(f"axis must be -1 or -2, got {axis}")
     return -1 - axis
-
-
-def _spec(spec: Spec | str) -> Spec:
-    spec = as_spec(spec)
-    if spec.block == "16x16" and spec.outer == "row":
-        raise ValueError(
-            "a 16x16 tile has one scale for 16 rows, so outer='row' is undefined; accepted: tensor, pow2, expert"
-        )
-    return spec

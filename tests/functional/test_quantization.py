@@ -91,7 +91,7 @@ def test_roles_have_bits_of_their_own(x):
     assert len({quantize(x, SR, rng=5, role=role).codes.numpy().tobytes() for role in ("x", "w", "dy")}) == 3
 
 
-@pytest.mark.parametrize("outer, shape", [("tensor", ()), ("pow2", ()), ("row", (32, 1))])
+@pytest.mark.parametrize("outer, shape", [("tensor", ()), ("pow2", ()), ("row", (32, 1)), ("row_pow2", (32, 1))])
 def test_amax(outer, shape, x):
     """What the tensor's own amax gives; a larger one leaves room."""
     own = ops.amax(x, Spec(outer=outer).key)

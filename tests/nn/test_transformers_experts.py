@@ -256,7 +256,7 @@ def test_published_rl_practice():
     got, left = recipes(model("DeepseekV3"), practice)
     assert list(got) == ["model.layers.1.mlp.experts"]
     assert "model.layers.1.mlp.shared_experts.up_proj" in left and "model.layers.1.self_attn.o_proj" in left
-    assert got["model.layers.1.mlp.experts"]["rl_sampler"] == base.rl_sampler
+    assert got["model.layers.1.mlp.experts"]["rl_sampler"] == base.recipe("rl_sampler", "x")
     got, left = recipes(model("DeepseekV3"), base.with_(keep_last=0.15))
     assert "in the last 15% of blocks" in left["model.layers.1.mlp.shared_experts.down_proj"]
 
@@ -270,9 +270,9 @@ def test_recipes_by_component():
     assert routed["pretrain"] == nv.pretrain and shared["pretrain"] == mx.pretrain
     assert routed["rl_sampler"] == routed["rl_trainer"] and routed["rl_sampler"].fprop.x.outer == "row"
     assert routed["rl_sampler"].fprop.w == nv.pretrain.fprop.w.with_(outer="pow2")
-    assert shared["rl_sampler"] == Recipe(mx.pretrain.fprop)
+    assert shared["rl_sampler"].fprop == mx.pretrain.fprop and not shared["rl_sampler"].dgrad.dy
     assert "quantizes nothing in modules of this name" in left["model.layers.1.self_attn.o_proj"]
-    assert got["model.layers.0.mlp.up_proj"]["rl_sampler"] == base.rl_sampler
+    assert got["model.layers.0.mlp.up_proj"]["rl_sampler"] == base.recipe("rl_sampler", "x")
 
 
 def test_bits():

@@ -13,6 +13,8 @@ SPECS = {
     "pow2": Spec(outer="pow2"),
     "row": Spec(outer="row"),
     "expert": Spec(outer="expert"),
+    "row pow2": Spec(scale="sweep", outer="row_pow2"),
+    "expert pow2": Spec(outer="expert_pow2"),
     "tile": Spec(scale="four_over_six", block="16x16"),
     "tile stochastic": Spec(rounding="stochastic", block="16x16"),
     "stochastic": Spec(rounding="stochastic"),
@@ -85,7 +87,7 @@ def test_stacks(each_isa, name, axis):
         alone = [
             quantize(
                 m,
-                spec.with_(outer="tensor") if name == "expert" else spec,
+                spec.of_one_expert(),
                 axis=axis,
                 rng=shard(e * q.shape[1]),
                 role="w",
@@ -106,7 +108,7 @@ def shard(row):
 def test_an_expert_is_quantized_as_if_alone(name):
     counts, spec = COUNTS["ragged"], SPECS[name]
     x = tokens(counts, 40)
-    alone = spec.with_(outer="tensor") if name == "expert" else spec
+    alone = spec.of_one_expert()
     rows = grouped_quantize(x, spec, offsets(counts), rng=RNG)
     columns = grouped_quantize(x, spec, offsets(counts), axis=-2, rng=RNG)
     x_hat, xt_hat = rows.dequantize(), columns.dequantize()

@@ -40,7 +40,7 @@ def normals(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("spec", specs(), ids=lambda spec: spec.key)
 def test_codes_and_block_scales_are_those_of_every_magnitude(spec, isa):
-    x = normals(2, 32, 256) if spec.outer == "expert" else normals(32, 256)
+    x = normals(2, 32, 256) if spec.group == "expert" else normals(32, 256)
     for axis in (-1, -2):
         codes, scales, outer = ops.quantize(x, spec.key, axis, RNG)
         for k in POWERS:

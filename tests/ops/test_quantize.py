@@ -53,7 +53,7 @@ def test_there_are_many_specs():
 
 @pytest.mark.parametrize("spec", ALL, ids=lambda s: s.key)
 def test_every_spec_equals_the_reference(spec):
-    shape = (2, 16, 128) if spec.outer == "expert" else (16, 256)
+    shape = (2, 16, 128) if spec.group == "expert" else (16, 256)
     turn = ALL.index(spec)
     for i, axis in enumerate((-1, -2)):
         for kind in ("gaussian", KINDS[1 + (2 * turn + i) % (len(KINDS) - 1)]):
@@ -120,8 +120,8 @@ def test_shapes(spec, lead, k, axis, rht):
     """Any leading dimensions, ragged lengths, empty tensors, transposed and strided views."""
     if spec.rht != "none" and rht != "none":
         spec = spec.with_(rht=rht)
-    shape = [*lead[-2:], k] if spec.outer == "expert" else [*lead, k]
-    if spec.outer == "expert":
+    shape = [*lead[-2:], k] if spec.group == "expert" else [*lead, k]
+    if spec.group == "expert":
         shape = ([1] * 3 + shape)[-3:]
     if len(shape) == 1 and axis == -2:
         axis = -1

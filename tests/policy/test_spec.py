@@ -30,9 +30,9 @@ def is_accepted(format, scale, rounding, block, outer, rht):
         return False
     if nvfp4 != (block in ("1x16", "16x16")) or block == "16x1":
         return False
-    if nvfp4 != (outer in ("tensor", "pow2", "row", "expert")) or outer == "column":
+    if nvfp4 != (outer in ("tensor", "pow2", "row", "row_pow2", "expert", "expert_pow2")) or outer == "column":
         return False
-    if block == "16x16" and (rounding.startswith("eden") or rht != "none" or outer == "row"):
+    if block == "16x16" and (rounding.startswith("eden") or rht != "none" or outer in ("row", "row_pow2")):
         return False
     if rounding == "stochastic":
         return scale in ("amax", "minvar", "ceil")
@@ -90,7 +90,7 @@ REFUSED = {
     "unknown rounding: 'up'; accepted: nearest, stochastic, eden, eden_block": ("nvfp4", "amax", "up"),
     "unknown block for mxfp8: '1x16'; accepted: 1x32": ("mxfp8", "ceil", "nearest", "1x16"),
     "unknown outer scale for mxfp8: 'tensor'; accepted: none": ("mxfp8", "ceil", "nearest", "1x32", "tensor"),
-    "unknown outer scale for nvfp4: 'none'; accepted: tensor, pow2, row, expert": (
+    "unknown outer scale for nvfp4: 'none'; accepted: tensor, pow2, row, row_pow2, expert, expert_pow2": (
         "nvfp4", None, "nearest", None, "none"),
     "unknown rht: '8'; accepted: none, 16, 32, 64, 128, 16x2, 32x2, 64x2, 128x2": (
         "nvfp4", "amax", "nearest", "1x16", "tensor", 8),
@@ -105,7 +105,8 @@ REFUSED = {
     "eden rounding needs an rht, got 'none'; accepted: 16, 32, 64, 128, 16x2": ("nvfp4", "amax", "eden"),
     "16x16 blocks take neither eden rounding nor an rht, got rounding='nearest', rht='16'; accepted: ": (
         "nvfp4", "amax", "nearest", "16x16", "tensor", 16),
-    "so outer='row' is undefined; accepted: tensor, pow2, expert": ("nvfp4", "amax", "nearest", "16x16", "row"),
+    "so outer='row' is undefined; accepted: tensor, pow2, expert, expert_pow2": (
+        "nvfp4", "amax", "nearest", "16x16", "row"),
 }  # fmt: skip
 
 
@@ -119,6 +120,21 @@ def test_refusals(message):
 def test_a_key_of_seven_parts_is_refused():
     with pytest.raises(ValueError, match="has 7 parts; accepted: format/scale/rounding/block/outer/rht"):
         Spec.parse(Spec().key + "/none")
+
+
+def test_the_group_of_an_outer_scale_and_its_rounding_are_apart():
+    known = {outer: (Spec(outer=outer).group, Spec(outer=outer).pow2) for outer in formats.NVFP4.outers}
+    assert known == {
+        "tensor": ("tensor", False),
+        "pow2": ("tensor", True),
+        "row": ("row", False),
+        "row_pow2": ("row", True),
+        "expert": ("expert", False),
+        "expert_pow2": ("expert", True),
+    }
+    assert (Spec("mxfp8").group, Spec("mxfp8").pow2) == ("none", False)
+    alone = [Spec(outer=outer).of_one_expert().outer for outer in ("expert", "expert_pow2", "row_pow2")]
+    assert alone == ["tensor", "pow2", "row_pow2"]
 
 
 def test_it_is_data():

@@ -302,20 +302,23 @@ def test_pow2_codes_do_not_depend_on_batch_mates():
     assert torch.equal(dequantize(*alone, "nvfp4", 128)[0], dequantize(*beside, "nvfp4", 128)[0])
 
 
-def test_row_and_expert_outer_scales():
+@pytest.mark.parametrize("pow2", [False, True])
+def test_row_and_expert_outer_scales(pow2):
+    """A row or expert has what it has alone."""
     x = gaussian(3, 5, 64) * torch.tensor([1.0, 1e4, 1e-4])[:, None, None]
-    rows = quantize(x, "nvfp4/sweep/nearest/1x16/row")
-    experts = quantize(x, "nvfp4/sweep/nearest/1x16/expert")
+    suffix, whole = ("_pow2", "pow2") if pow2 else ("", "tensor")
+    rows = quantize(x, f"nvfp4/sweep/nearest/1x16/row{suffix}")
+    experts = quantize(x, f"nvfp4/sweep/nearest/1x16/expert{suffix}")
     assert rows[2].shape == (3, 5, 1) and experts[2].shape == (3, 1, 1)
     for e in range(3):
-        alone = quantize(x[e], "nvfp4/sweep")
+        alone = quantize(x[e], f"nvfp4/sweep/nearest/1x16/{whole}")
         assert (
             torch.equal(alone[0], experts[0][e])
             and torch.equal(raw(alone[1]), raw(experts[1][e]))
             and alone[2] == experts[2][e]
         )
         for r in range(5):
-            alone = quantize(x[e, r : r + 1], "nvfp4/sweep")
+            alone = quantize(x[e, r : r + 1], f"nvfp4/sweep/nearest/1x16/{whole}")
             assert torch.equal(alone[0][0], rows[0][e, r]) and alone[2] == rows[2][e, r]
 
 

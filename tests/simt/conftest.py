@@ -23,7 +23,7 @@ class Machine:
         self.ops = torch.ops.fp4ext_simt
 
     def configure(self, seed: int = 0, asynchronous: str = "late", arithmetic: str = "hardware") -> None:
-        """seed: of the schedule. asynchronous: when copies land. arithmetic: of tensor cores (arithmetic.h)."""
+        """seed: of the schedule. asynchronous: when copies land. arithmetic: how tensor cores add (ARITHMETICS)."""
         self.ops.configure(seed, asynchronous, arithmetic)
 
 

@@ -1,5 +1,7 @@
 #include "machine.h"
 
+#include <signal.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -83,7 +85,7 @@ void start_block(Block& b, Dim3 threads, size_t shared_bytes) {
   b.shadow.start(shared_bytes);
   const int agents = static_cast<int>(machine.cluster.size() * n) + 2 * b.rank;
   b.tensor_engine = {agents, b.rank}, b.bulk_engine = {agents + 1, b.rank};
-  b.tensor_columns = 0;
+  b.allocations.clear(), b.tensor_memory.clear(), b.tensor_cells.clear();
   // Exactly as much as was asked for, so that AddressSanitizer sees a step beyond.
   void* memory = nullptr;
   if (posix_memalign(&memory, 1024, shared_bytes + 1)) std::abort();
@@ -95,7 +97,7 @@ void start_block(Block& b, Dim3 threads, size_t shared_bytes) {
     Thread& t = b.threads[i];
     t.index = {i % threads.x, i / threads.x % threads.y, i / (threads.x * threads.y)};
     t.lane = static_cast<int>(i % 32), t.warp = static_cast<int>(i / 32);
-    t.started = t.done = false;
+    t.started = t.done = t.diverged = false;
     t.agent = {static_cast<int>(first + i), b.rank};
     t.copies.clear(), t.groups.clear();
     getcontext(&t.context);
@@ -207,7 +209,7 @@ void run_cluster() {
   while (step_engines()) {
   }
   for (const Block& b : cluster)
-    if (b.tensor_columns) fail("tcgen05: tensor memory that a block has not freed");
+    if (!b.allocations.empty()) fail("tcgen05: tensor memory that a block has not freed");
 }
 
 void meet(Rendezvous& r, unsigned all, bool memory) {
@@ -248,8 +250,25 @@ void fail(const std::string& why) {
   std::abort();  // a failed launch never resumes a thread
 }
 
-void meet_block() { meet(block().barrier, block().threads.size(), true); }
-void meet_cluster() { meet(machine.cluster_barrier, machine.cluster.size() * block().threads.size(), true); }
+namespace {
+void check_site(Site& site, unsigned generation, const void* at, const char* what) {
+  if (me().diverged) fail(std::string(what) + ": .aligned, but the warp has elected a lane and not met since");
+  if (site.generation != generation) site = {at, generation};
+  if (site.at != at) fail(std::string(what) + ": .aligned, but lanes of one warp are at different places of the kernel");
+}
+}  // namespace
+[[gnu::noinline]] void check_aligned(const char* what) {
+  Warp& w = block().warps[me().warp];
+  check_site(w.site, w.rendezvous.generation, __builtin_return_address(0), what);
+}
+[[gnu::noinline]] void meet_block() {
+  check_site(block().warps[me().warp].block_site, block().barrier.generation, __builtin_return_address(0), "bar.sync");
+  meet(block().barrier, block().threads.size(), true);
+}
+[[gnu::noinline]] void meet_cluster() {
+  check_site(block().warps[me().warp].cluster_site, machine.cluster_barrier.generation, __builtin_return_address(0), "barrier.cluster");
+  meet(machine.cluster_barrier, machine.cluster.size() * block().threads.size(), true);
+}
 
 namespace {
 void meet_warp(const char* collective, bool memory) {
@@ -260,8 +279,12 @@ void meet_warp(const char* collective, bool memory) {
   meet(w.rendezvous, 32, memory);
 }
 }  // namespace
+bool cluster_has_met() { return machine.cluster_barrier.generation > 0; }
 void meet_warp(const char* collective) { meet_warp(collective, false); }
-void meet_warp_and_memory() { meet_warp("__syncwarp", true); }
+void meet_warp_and_memory() {
+  meet_warp("__syncwarp", true);
+  me().diverged = false;
+}
 
 void* in_block(int rank, void* shared) {
   Block& other = block_of_cluster(rank);
@@ -302,7 +325,16 @@ void wait_copies(size_t pending_groups) {
   }
 }
 
+namespace {
+// Where the compiler's check of an address traps (build.py).
+void trapped(int) { fail("a load or store of a vector at an address that is not a multiple of its size"); }
+}  // namespace
+
 int run(Dim3 grid, Dim3 threads, size_t shared_bytes, const std::function<void()>& body, unsigned cluster) {
+  struct sigaction trap{};
+  trap.sa_handler = trapped;
+  trap.sa_flags = SA_NODEFER;  // the handler does not return
+  sigaction(SIGILL, &trap, nullptr);
   machine.dice.seed(machine.options.seed);
   machine.failed = false;
   machine.error.clear();

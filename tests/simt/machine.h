@@ -69,6 +69,7 @@ struct Thread {
   bool started, done;
   Dim3 index;
   int lane, warp;
+  bool diverged;  // it elected one of its warp, and has not met the others since
   std::vector<Copy> copies;
   std::vector<size_t> groups;  // how many of them each committed group ends at
 };
@@ -79,7 +80,14 @@ struct Rendezvous {
   Meeting meeting;
 };
 
+// Which instruction in the text of a kernel threads are at, for which meeting of theirs.
+struct Site {
+  const void* at = nullptr;
+  unsigned generation = ~0u;
+};
+
 struct Warp {
+  Site site, block_site, cluster_site;
   Rendezvous rendezvous;
   const char* collective = nullptr;
   // What the lanes bring to a collective, twice: a lane may arrive at the next one while others still read this one.
@@ -89,7 +97,10 @@ struct Warp {
   unsigned made_in[2] = {~0u, ~0u};  // which generation
 };
 
-struct Barrier;  // mbarrier.cpp
+struct Barrier;      // mbarrier.cpp
+struct Allocation {  // of tensor memory
+  int first, columns;
+};
 
 struct Block {
   Dim3 index;
@@ -105,8 +116,8 @@ struct Block {
   std::vector<Job> bulk, tensor;
   Agent bulk_engine, tensor_engine;
   std::vector<TensorCell> tensor_cells;
-  std::vector<uint32_t> tensor_memory;  // 128 lanes of so many columns; 0 before they are allocated and when they are freed
-  uint32_t tensor_columns;
+  std::vector<uint32_t> tensor_memory;
+  std::vector<Allocation> allocations;
   int current = 0;
 };
 
@@ -134,7 +145,10 @@ void yield();
 void made_progress();
 void meet_block();
 void meet_cluster();
+bool cluster_has_met();
 void meet_warp(const char* collective);
+// All lanes of a warp are at the same instruction, as `.aligned` says.
+void check_aligned(const char* what);
 void meet_warp_and_memory();  // __syncwarp: what each lane wrote is seen by all
 
 // The same place in the shared memory of another block of the cluster.
@@ -173,6 +187,12 @@ void barrier_expect(const void* barrier, int bytes);
 void barrier_wait(const void* barrier, int parity, Scope scope);
 void barrier_engine_arrives(Block& owner, const void* barrier, const Message& m, const Knowledge& knew);
 void barrier_engine_counts(Block& owner, const void* barrier, int bytes, const Message& m, const Knowledge& knew);
+
+// Tensor memory. outstanding: whether a tensor core still has work to do there.
+uint32_t tensor_allocate(int columns);
+void tensor_release(uint32_t first, int columns, bool outstanding);
+uint32_t& tensor_word(Block& block, uint32_t lane, uint32_t column);
+TensorCell& tensor_cell(Block& block, uint32_t lane, uint32_t column);
 
 // cp.async and its groups.
 void copy_async(void* to, const void* from, size_t bytes, bool exists);

@@ -36,6 +36,7 @@ from .test_gemm import check_bound, gemm, test_added_to_y, test_decode_is_prefil
 from .test_gemm_lanes import check as check_lanes
 from .test_gemm_lanes import test_no_stripe_of_tiles_is_lost, test_the_sign_of_zero, unaligned
 from .test_gemm_native import test_many_tiles
+from .test_ops import test_codes_at_any_address
 from .test_quantize import test_magnitude
 
 KERNELS = CSRC / "cuda"
@@ -104,6 +105,16 @@ def magnitudes(machine):
 def experts(machine):
     test_equal_the_cpu(machine, EXPERTS[3], [130, 130, 161, 161, 240])
     test_the_rotation_of_each_expert_has_its_own_length(machine, EXPERTS[3])
+
+
+def many_tiles(machine):
+    """More tiles of rows than a grid may have along y."""
+    x, w = operand("nvfp4", 128 * 7 + 1, 64, seed=1), operand("nvfp4", 4, 64, seed=2)
+    check_bound(gemm(machine, "invariant", x, w), x, w)
+
+
+def odd_codes(machine):
+    test_codes_at_any_address(machine, "nvfp4", 1)
 
 
 def swizzle(machine):
@@ -226,6 +237,8 @@ RUNS = {
     by_block: "generic/quantize_nvfp4_random.cu",
     tiles: "generic/quantize_16x16.cu",
     swizzle: "generic/dequantize.cu",
+    odd_codes: "generic/dequantize.cu",
+    many_tiles: "sm80/gemm_invariant.cu",
     experts: "generic/quantize_nvfp4_random.cu",
     invariant: "sm80/gemm_invariant.cu",
     over_tokens: "sm80/gemm_invariant.cu",
@@ -360,6 +373,27 @@ MUTANTS = [
     ("both CTAs hand over the work", "sm100/gemm_native.cu", "warp == kIssuer && tiles.rank == 0 && elect_one()", "warp == kIssuer && elect_one()", sm100_pairs),
     ("a pair's product is described as one CTA's", "sm100/gemm_native.cu", "nvfp4_instruction(kCtas * kTile, kTile)", "nvfp4_instruction(kTile, kTile)", sm100_pairs),
     ("both CTAs take tiles of their own", "sm100/gemm_native.cu", "return blockIdx.x / kCtas;", "return blockIdx.x;", sm100_pairs),
+    # What .aligned asks, and tensor memory.
+    ("half of the lanes are at another barrier", "generic/quantize_blocks.cuh", "__syncthreads();", "if (threadIdx.x % 2) __syncthreads(); else __syncthreads();", blocks),
+    ("scales in one quarter of the lanes alone", "ptx/tensor_core5.h", "quarter < 4; ++quarter)\n            std::memcpy", "quarter < 1; ++quarter)\n            std::memcpy", sm100),
+    ("a warp allocates where another has all", "sm100/gemm_native.cu", "if (warp == kIssuer) tensor_alloc", "if (warp >= kFetcher) tensor_alloc", sm100),
+    ("tensor memory is freed twice", "sm100/gemm_native.cu", "if (warp == kIssuer) tensor_free", "if (warp >= kFetcher) tensor_free", sm100),
+    # Fences and scopes.
+    ("scales are not fenced for the tensor core", "sm100/gemm_native.cu", "        fence_for_engines<kCtas>();\n", "", sm100),
+    ("scales are fenced before they land", "sm100/gemm_native.cu", "        wait_copies<0>();\n        fence_for_engines<kCtas>();", "        fence_for_engines<kCtas>();\n        wait_copies<0>();", sm100),
+    ("barriers are not made known to engines", "sm100/gemm_native.cu", "    mbarriers_are_made();\n", "", sm100),
+    ("sums are read without a fence after the wait", "sm100/gemm_native.cu", "mbarrier_wait(summed + b, parity);\n      tensor_fence_after();", "mbarrier_wait(summed + b, parity);", sm100),
+    ("sums are handed back without a fence", "sm100/gemm_native.cu", "      tensor_fence_before();\n      arrive_of_warp", "      arrive_of_warp", sm100),
+    ("no fence after the wait for scales and codes", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);\n        tensor_fence_after();", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);", sm100),
+    ("no fence after the allocation", "sm100/gemm_native.cu", "  tensor_fence_before();\n  meet_cluster", "  meet_cluster", sm100),
+    ("tensor memory is freed while it is written", "sm100/gemm_native.cu", "i < end; ++i) mbarrier_wait(empty", "i < i; ++i) mbarrier_wait(empty", sm100),
+    ("a pair allocates before its CTAs have met", "sm100/gemm_native.cu", "  if constexpr (kCtas > 1) meet_cluster<kCtas>();  // a pair allocates once both of its CTAs run\n", "", sm100_pairs),
+    ("scales are fenced for their own CTA alone", "sm100/gemm_native.cu", "fence_for_engines<kCtas>();", "fence_for_engines<1>();", sm100_pairs),
+    ("the wait for scales has the scope of a CTA", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at", "mbarrier_wait(full + stage.at", sm100_pairs),
+    ("the wait for sums that were read has the scope of a CTA", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(written + b", "mbarrier_wait(written + b", sm100_pairs),
+    # Grids.
+    ("tiles along y", "sm80/gemm_invariant.cu", "const dim3 grid(static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));", "const dim3 grid(1, static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));", many_tiles),
+    ("words of codes at any address", "generic/number.cuh", "if (!is_aligned(p, 4 * kWords)) {", "if (false) {", odd_codes),
     # What the self-test of a device would meet if an instruction were misread.
     ("one row's global scale for all", "generic/gemm_finish.cu", "global_of(a.x, 0, row)", "global_of(a.x, 0, 0)", finish),
     ("one column's global scale for all", "generic/gemm_finish.cu", "global_of(a.w, 0, n)", "global_of(a.w, 0, 0)", finish),
@@ -395,7 +429,6 @@ SYNCHRONIZATION = re.compile(
 # What is right without them, and why they are there.
 REDUNDANT = {
     "without __syncwarp(), number 2 in sm100/gemm_native.cu": "the thread that made the barriers is of another warp than allocates",
-    "without tensor_fence_before(), number 1 in sm100/gemm_native.cu": "tcgen05.alloc is no asynchronous instruction",
     "without tensor_fence_after(), number 1 in sm100/gemm_native.cu": "a fence follows each wait before tcgen05 is issued",
     "without tensor_fence_after(), number 3 in sm100/gemm_native.cu": "the fence after the wait for the step follows, and nothing is issued between",
 }

@@ -31,6 +31,9 @@ Clock with(const Clock& clock, int id, uint32_t epoch) {
   set(e, id, epoch);
   return std::make_shared<const Epochs>(std::move(e));
 }
+void check_fenced(const Agent& a) {
+  if (a.tensor_unfenced) fail("tcgen05.alloc: a synchronization without tcgen05.fence::before_thread_sync");
+}
 void next(uint32_t& epoch) {
   if (++epoch == kEpochs) fail("the machine counts no more epochs of an agent");
 }
@@ -113,11 +116,13 @@ void Meeting::close() {
 }
 
 Message release(Agent& a) {
+  check_fenced(a);
   Message m{with(a.knows.generic, a.id, a.epoch), {a.knows.proxied[0], a.knows.proxied[1]}, merge(a.tensor_fenced, a.knows.tensor_seen)};
   next(a.epoch);
   return m;
 }
 void bring(Agent& a, Meeting& m) {
+  check_fenced(a);
   if (a.knows.generic && a.knows.generic.get() != m.last) raise(m.generic, *a.knows.generic);
   m.last = a.knows.generic.get();
   set(m.generic, a.id, a.epoch);
@@ -136,6 +141,7 @@ void fence_proxy(Agent& a, Scope scope) {
   next(a.epoch);
 }
 void tensor_fence_before(Agent& a) {
+  a.tensor_unfenced = false;
   a.tensor_fenced = with(a.knows.tensor, a.id, a.tensor_epoch);
   next(a.tensor_epoch);
 }

@@ -52,8 +52,9 @@ struct Meeting {
 struct Agent {
   int id = 0, rank = 0;
   uint32_t epoch = 1, tensor_epoch = 1;
-  Clock tensor_fenced;      // by tcgen05.fence::before_thread_sync
-  Knowledge knows, fenced;  // fenced: at the last tcgen05.fence::after_thread_sync, all that its tcgen05 are ordered after
+  bool tensor_unfenced = false;  // it has allocated tensor memory since
+  Clock tensor_fenced;           // by tcgen05.fence::before_thread_sync
+  Knowledge knows, fenced;       // fenced: at the last tcgen05.fence::after_thread_sync, all that its tcgen05 are ordered after
 };
 
 // Synchronization of threads.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fp4ext.policy.spec import Spec
 from fp4ext.testing import assert_bytes_equal, assert_same_quantized, generate
 
 from .operands import operand
@@ -100,6 +101,19 @@ def test_grouped_gemm_refuses(simt, device):
     ):
         with pytest.raises(RuntimeError, match=why):
             simt.ops.grouped_gemm(*x.parts, *parts.parts, ends, "float32", "invariant", "auto")
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2"])
+@pytest.mark.parametrize("offset", [1, 4])
+def test_codes_at_any_address(simt, format, offset):
+    """Views into a flat buffer, as checkpoints and arenas have them: read by dequantize and requantize."""
+    x = generate("student_t3", 70, 96, seed=12)
+    codes, scales, outer = torch.ops.fp4ext.quantize(x, Spec(format).key, -1, None, 0, None)
+    flat = torch.cat([codes.new_zeros(offset), codes.flatten()])
+    q = flat[offset:].view(codes.shape), scales, outer, format, 96
+    assert_bytes_equal(simt.ops.dequantize(*q, "float32"), torch.ops.fp4ext.dequantize(*q, "float32"), format)
+    args = *q, KEYS[0], -2, RNG, 1
+    assert_same_quantized(simt.ops.requantize(*args), torch.ops.fp4ext.requantize(*args), format)
 
 
 ENDS = torch.tensor([0, 5, 5, 133, 150], dtype=torch.int32)  # an expert without rows, and rows of nobody

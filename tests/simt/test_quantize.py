@@ -22,6 +22,8 @@ def full(*keys):
 KEYS = full(
     "nvfp4",
     "nvfp4/sweep/nearest/1x16/pow2",
+    "nvfp4/four_over_six/nearest/1x16/row_pow2",
+    "nvfp4/sweep/eden/1x16/row_pow2/32x2",
     "nvfp4/minvar/stochastic/1x16/row/32",
     "nvfp4/sweep/eden/1x16/tensor/128x2",
     "nvfp4/amax/eden/1x16/row/64",
@@ -60,7 +62,7 @@ def check(simt, x, key, axis=-1, role=0, rng=RNG):
 
 @pytest.mark.parametrize("spec", ALL, ids=lambda s: s.key)
 def test_every_spec(simt, spec):
-    shape = (2, 16, 128) if spec.outer == "expert" else (20, 128)
+    shape = (2, 16, 128) if spec.group == "expert" else (20, 128)
     turn = ALL.index(spec)
     simt.configure(seed=turn, asynchronous=simt.MODES[turn % 3])
     for i, axis in enumerate((-1, -2)):

@@ -11,7 +11,7 @@ namespace {
 
 // The outer scales of the lanes of a tile.
 Outer<VF> lane_outer(const QuantizeArgs& a, const Lanes& lanes) {
-  if (a.spec.outer != OuterKind::row && a.spec.outer != OuterKind::expert) return {VF(a.outer_enc[0]), VF(a.outer_dec[0])};
+  if (a.spec.outer != OuterKind::row) return {VF(a.outer_enc[0]), VF(a.outer_dec[0])};
   alignas(64) float enc[kLanes], dec[kLanes];
   for (int l = 0; l < kLanes; ++l) {
     enc[l] = a.outer_enc[lanes.group[l]];

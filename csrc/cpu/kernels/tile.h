@@ -154,7 +154,7 @@ class Cursor {
     lanes.length = static_cast<int>(std::min<int64_t>(t_.length, (t_.k - k + t_.unit - 1) / t_.unit * t_.unit));
     const int64_t source = (b_ * a_.rows - a_.first_row + (a_.colwise ? k : row)) * a_.cols + (a_.colwise ? row : k);
     const int64_t code_byte = out_row * t_.row_bytes + k / t_.per_byte, scale_byte = out_row * t_.row_scales + k / t_.block;
-    const int64_t group = a_.spec.outer == OuterKind::row ? out_row : a_.spec.outer == OuterKind::expert ? b_ : 0;
+    const int64_t group = a_.spec.outer == OuterKind::row ? out_row : 0;
     const auto put = [&](int i, int j) {
       lanes.source[i] = source + j * step.source;
       lanes.row[i] = out_row + j * step.row;

@@ -241,7 +241,7 @@ int64_t num_tiles(const AttentionArgs& a, int size) { return a.batch * a.kv_head
 // Tiles worked on at once.
 int64_t band(const AttentionArgs& a, int size) {
   const int64_t fit = a.budget / (Workspace::bytes_a_row(a) * size), tiles = num_tiles(a, size);
-  const int64_t most = fit < 1 ? 1 : fit > 65535 ? 65535 : fit;
+  const int64_t most = fit < 1 ? 1 : fit > kMostAlongY ? kMostAlongY : fit;
   return tiles < most ? tiles : most;
 }
 

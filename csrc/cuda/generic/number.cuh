@@ -21,6 +21,23 @@ __device__ __forceinline__ void unpack(uint4 u, uint16_t* t) {
 
 __device__ inline bool is_aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
+// kWords words of codes. Views into a flat buffer may begin at any byte; a load of a word that is not aligned would fault.
+template <int kWords>
+__device__ __forceinline__ void load_words(const uint8_t* p, uint32_t (&words)[kWords]) {
+  static_assert(kWords == 2 || kWords == 4);
+  if (!is_aligned(p, 4 * kWords)) {
+    FP4_UNROLL
+    for (int i = 0; i < kWords; ++i)
+      words[i] = p[4 * i] | p[4 * i + 1] << 8 | p[4 * i + 2] << 16 | static_cast<uint32_t>(p[4 * i + 3]) << 24;
+  } else if constexpr (kWords == 2) {
+    const uint2 u = *reinterpret_cast<const uint2*>(p);
+    words[0] = u.x, words[1] = u.y;
+  } else {
+    const uint4 u = *reinterpret_cast<const uint4*>(p);
+    words[0] = u.x, words[1] = u.y, words[2] = u.z, words[3] = u.w;
+  }
+}
+
 // The multiplier that decodes a block of a stored tensor.
 __device__ inline float stored_multiplier(const Stored& s, int64_t row, int64_t block) {
   if (s.format != FormatId::nvfp4) return decode_e8m0<uint32_t>(s.scales[row * (s.padded_k / 32) + block]);
@@ -42,13 +59,13 @@ __device__ inline void decode_16(const Stored& s, int64_t row, int64_t k, float*
   const bool packed = s.format == FormatId::nvfp4 || s.format == FormatId::mxfp4;
   const float multiplier = stored_multiplier(s, row, k / (s.format == FormatId::nvfp4 ? 16 : 32));
   if (packed) {
-    const uint2 u = *reinterpret_cast<const uint2*>(s.codes + (row * s.padded_k + k) / 2);
-    const uint32_t words[2] = {u.x, u.y};
+    uint32_t words[2];
+    load_words(s.codes + (row * s.padded_k + k) / 2, words);
     FP4_UNROLL
     for (int i = 0; i < 16; ++i) t[i] = E2M1::signed_value((words[i / 8] >> (i % 8 * 4)) & 15u) * multiplier;
   } else {
-    const uint4 u = *reinterpret_cast<const uint4*>(s.codes + row * s.padded_k + k);
-    const uint32_t words[4] = {u.x, u.y, u.z, u.w};
+    uint32_t words[4];
+    load_words(s.codes + row * s.padded_k + k, words);
     FP4_UNROLL
     for (int i = 0; i < 16; ++i) {
       const uint32_t code = (words[i / 4] >> (i % 4 * 8)) & 0xffu;

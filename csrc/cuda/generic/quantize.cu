@@ -60,11 +60,10 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads) outer_scales_kernel(const OuterArgs a) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= a.groups) return;
-  const Outer<float> outer =
-      a.eden && a.rule == ScaleRule::amax ? eden_outer_scale(a.amax[i], a.pow2) : outer_scale(a.amax[i], outer_target(a.rule), a.pow2);
-  a.enc[i] = outer.enc;
-  a.dec[i] = outer.dec;
-  a.global[i] = outer.dec * (a.eden ? eden_gain(a.rule) : 1.0f);
+  const StoredOuter made = outer_scale_of(a.amax[i], a.rule, a.eden, a.pow2);
+  a.enc[i] = made.outer.enc;
+  a.dec[i] = made.outer.dec;
+  a.global[i] = made.global;
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -5,6 +5,14 @@
 // runs on the SIMT machine of tests/simt.
 namespace fp4ext::cuda {
 
+// The most blocks of a grid along y and z. What grows with a tensor goes along x, where there may be 2^31 - 1; the SIMT
+// machine allows few along y, so that a test sees what does not.
+#if defined(__CUDACC__)
+inline constexpr int64_t kMostAlongY = 65535;
+#else
+inline constexpr int64_t kMostAlongY = 7;
+#endif
+
 #if defined(__CUDACC__)
 
 template <class... P, class... A>
@@ -26,6 +34,7 @@ __device__ __forceinline__ char* shared_memory() {
 
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared, cudaStream_t, const A&... args) {
+  if (grid.y > kMostAlongY || grid.z > kMostAlongY) return cudaErrorInvalidValue;
   return simt::run(grid, threads, shared, [=] { kernel(args...); }) ? cudaErrorLaunchFailure : cudaSuccess;
 }
 

@@ -79,7 +79,10 @@ template <int kCtas>
 void fence_for_engines() {
   simt::fence_proxy(simt::me().agent, kCtas == 1 ? simt::Scope::block : simt::Scope::cluster);
 }
-inline bool elect_one() { return simt::me().lane == 0; }
+inline bool elect_one() {
+  simt::me().diverged = true;
+  return simt::me().lane == 0;
+}
 
 #endif
 

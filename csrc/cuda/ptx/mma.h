@@ -46,7 +46,8 @@ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   return d;
 }
 
-inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+__attribute__((always_inline)) inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+  simt::check_aligned("ldmatrix");
   const void* const* rows = simt::exchange("ldmatrix", row);
   const int lane = simt::me().lane;
   for (int m = 0; m < 4; ++m) {
@@ -57,7 +58,8 @@ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
 }
 
 // The ISA leaves the order and the rounding of the sum open.
-inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+__attribute__((always_inline)) inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  simt::check_aligned("mma");
   struct Fragments {
     uint32_t a[4], b[2];
     float d[4];

@@ -104,14 +104,6 @@ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(sta
 
 namespace simt_tensor {
 
-inline uint32_t& memory(simt::Block& block, uint32_t lane, uint32_t column) {
-  if (lane >= 128 || column >= block.tensor_columns) simt::fail("tcgen05: outside of tensor memory that was allocated");
-  return block.tensor_memory[lane * block.tensor_columns + column];
-}
-inline simt::TensorCell& cell(simt::Block& block, uint32_t lane, uint32_t column) {
-  return block.tensor_cells[lane * block.tensor_columns + column];
-}
-
 // Where a byte of an operand lies in shared memory, through its descriptor. The swizzle is on the bits of the address.
 inline size_t place_of(const simt::Block& block, uint64_t descriptor, int row, int byte) {
   const uint32_t start = (descriptor & 0x3fff) << 4, group = (descriptor >> 32 & 0x3fff) << 4, across = (descriptor >> 16 & 0x3fff) << 4;
@@ -162,19 +154,19 @@ void mma(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_sc
       const auto decode = [&](Line& line, simt::Block* block, uint64_t operand, int row, uint32_t scales, uint32_t first, int scaled) {
         uint8_t codes[32];
         for (int half = 0; half < 2; ++half) std::memcpy(codes + 16 * half, piece_of(*block, operand, row, 16 * half, order), 16);
-        line.decode(codes, memory(*own, 32 * quarter + scaled % 32, (scales & 0xffff) + scaled / 32) >> (8 * first));
+        line.decode(codes, simt::tensor_word(*own, 32 * quarter + scaled % 32, (scales & 0xffff) + scaled / 32) >> (8 * first));
       };
       for (int r = 0; r < 32; ++r) decode(rows[r], own, a, 32 * quarter + r, a_scales, a_byte, 32 * quarter + r);
       for (int c = 0; c < n; ++c) decode(columns[c], blocks[c / (n / kCtas)], b, c % (n / kCtas), b_scales, b_byte, c);
       for (int r = 0; r < 32; ++r)
         for (int c = 0; c < n; ++c) {
           const int lane = 32 * quarter + r, column = (d & 0xffff) + c;
-          uint32_t& at = memory(*own, lane, column);
+          uint32_t& at = simt::tensor_word(*own, lane, column);
           float sum = 0.0f;
           if (add) std::memcpy(&sum, &at, 4);
           sum = simt::dot(rows[r], columns[c], sum);
           std::memcpy(&at, &sum, 4);
-          simt::tensor_writes(cell(*own, lane, column), simt::block().tensor_engine, order);
+          simt::tensor_writes(simt::tensor_cell(*own, lane, column), simt::block().tensor_engine, order);
         }
     }
 }
@@ -188,23 +180,21 @@ void issue(bool copy_of_scales, std::function<void(const simt::Order&)> run) {
 
 }  // namespace simt_tensor
 
-// To allocate and to free may make a pair's CTAs wait for each other: nothing may be built on that.
+// In a pair both CTAs take part, so both must run.
 template <int kCtas>
-void tensor_alloc(uint32_t* address, int columns) {
-  if (columns < 32 || columns > 512 || (columns & (columns - 1))) simt::fail("tcgen05.alloc: not a power of two from 32 to 512");
-  if (simt::me().lane == 0) {
-    *address = 0;
-    simt::block().tensor_columns = columns;
-    simt::block().tensor_memory.assign(128 * columns, 0x7fc0dead);
-    simt::block().tensor_cells.assign(128 * columns, {});
-  }
+__attribute__((always_inline)) inline void tensor_alloc(uint32_t* address, int columns) {
+  simt::check_aligned("tcgen05.alloc");
+  if (kCtas > 1 && !simt::cluster_has_met()) simt::fail("tcgen05.alloc: the other CTA of the pair may not run yet");
+  if (simt::me().lane == 0) *address = simt::tensor_allocate(columns);
   simt::meet_warp("tcgen05.alloc");
 }
 template <int kCtas>
-void tensor_free(uint32_t, int columns) {
-  if (columns != static_cast<int>(simt::block().tensor_columns)) simt::fail("tcgen05.dealloc: other columns than were allocated");
+__attribute__((always_inline)) inline void tensor_free(uint32_t address, int columns) {
+  simt::check_aligned("tcgen05.dealloc");
   simt::meet_warp("tcgen05.dealloc");
-  simt::block().tensor_columns = 0;
+  bool outstanding = false;
+  for (int rank = 0; rank < kCtas; ++rank) outstanding |= !(kCtas == 1 ? simt::block() : simt::block_of_cluster(rank)).tensor.empty();
+  if (simt::me().lane == 0) simt::tensor_release(address, columns, outstanding);
 }
 
 template <int kCtas>
@@ -215,7 +205,7 @@ void tensor_copy_scales(uint32_t to, uint64_t atom) {
         const uint8_t* words = simt_tensor::piece_of(*block, atom, row, 0, order);
         for (int column = 0; column < 4; ++column)
           for (int quarter = 0; quarter < 4; ++quarter)
-            std::memcpy(&simt_tensor::memory(*block, quarter * 32 + row, (to & 0xffff) + column), words + 4 * column, 4);
+            std::memcpy(&simt::tensor_word(*block, quarter * 32 + row, (to & 0xffff) + column), words + 4 * column, 4);
       }
   });
 }
@@ -250,12 +240,13 @@ void tensor_commit(uint64_t* barrier) {
 inline void tensor_fence_before() { simt::tensor_fence_before(simt::me().agent); }
 inline void tensor_fence_after() { simt::tensor_fence_after(simt::me().agent); }
 
-inline void tensor_load_16(float (&r)[16], uint32_t address) {
+__attribute__((always_inline)) inline void tensor_load_16(float (&r)[16], uint32_t address) {
+  simt::check_aligned("tcgen05.ld");
   const int first = simt::me().warp % 4 * 32;
   if (static_cast<int>(address >> 16) != first) simt::fail("tcgen05.ld: a warp reads lanes that are not its own");
   for (int i = 0; i < 16; ++i) {
-    std::memcpy(&r[i], &simt_tensor::memory(simt::block(), first + simt::me().lane, (address & 0xffff) + i), 4);
-    simt::tensor_reads(simt_tensor::cell(simt::block(), first + simt::me().lane, (address & 0xffff) + i));
+    std::memcpy(&r[i], &simt::tensor_word(simt::block(), first + simt::me().lane, (address & 0xffff) + i), 4);
+    simt::tensor_reads(simt::tensor_cell(simt::block(), first + simt::me().lane, (address & 0xffff) + i));
   }
   simt::meet_warp("tcgen05.ld");
 }

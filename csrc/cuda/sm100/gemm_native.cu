@@ -131,6 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     mbarriers_are_made();
   }
+  if constexpr (kCtas > 1) meet_cluster<kCtas>();  // a pair allocates once both of its CTAs run
   __syncwarp();
   if (warp == kIssuer) tensor_alloc<kCtas>(address, kAllColumns);
   tensor_fence_before();

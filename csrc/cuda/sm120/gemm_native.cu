@@ -101,9 +101,10 @@ __device__ __forceinline__ void multiply_step(char* stage, Sums& acc) {
 template <class Format>
 __global__ void __launch_bounds__(kGemmThreads) gemm_native_kernel(const __grid_constant__ GemmArgs a) {
   char* memory = shared_memory();
-  const Rows rows = rows_of_tile(a, blockIdx.y, kTile);
+  const int across = static_cast<int>((a.w.rows + kTile - 1) / kTile);
+  const Rows rows = rows_of_tile(a, static_cast<int>(blockIdx.x / across), kTile);
   if (rows.begin >= rows.end) return;
-  const int64_t n0 = static_cast<int64_t>(blockIdx.x) * kTile;
+  const int64_t n0 = static_cast<int64_t>(blockIdx.x % across) * kTile;
   if (rows.expert == a.experts) return write_zeros(a, rows, n0, kGemmThreads);
   const int w_count = static_cast<int>(a.w.rows - n0 < kTile ? a.w.rows - n0 : kTile), x_count = static_cast<int>(rows.end - rows.begin);
   const int steps = static_cast<int>((a.w.k_stored + Format::kStep - 1) / Format::kStep);
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kGemmThreads) gemm_native_kernel(const __grid_
 
 template <class Format>
 cudaError_t run(const GemmArgs& a, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((a.w.rows + kTile - 1) / kTile), static_cast<unsigned>(most_tiles(a, kTile)));
+  const dim3 grid(static_cast<unsigned>((a.w.rows + kTile - 1) / kTile * most_tiles(a, kTile)));
   constexpr size_t kRing = Format::kStages * kStageBytes<Format>, kStaged = kTile * kTile * sizeof(float);
   return launch(gemm_native_kernel<Format>, grid, kGemmThreads, kRing > kStaged ? kRing : kStaged, stream, a);
 }

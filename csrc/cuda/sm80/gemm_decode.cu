@@ -64,8 +64,9 @@ __device__ __forceinline__ void fragment_pairs(const Operand& o, const char* sla
 
 __global__ void __launch_bounds__(kThreads, 1) gemm_decode_kernel(const GemmArgs a) {
   char* memory = shared_memory();
-  const Rows rows = rows_of_tile(a, blockIdx.y, kMaxRows);
-  const int64_t n0 = static_cast<int64_t>(blockIdx.x) * kColumns;
+  const int across = static_cast<int>((a.w.rows + kColumns - 1) / kColumns);
+  const Rows rows = rows_of_tile(a, static_cast<int>(blockIdx.x / across), kMaxRows);
+  const int64_t n0 = static_cast<int64_t>(blockIdx.x % across) * kColumns;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   if (rows.begin >= rows.end) return;
   const int x_rows = static_cast<int>(rows.end - rows.begin);
@@ -145,7 +146,7 @@ int64_t decode_shared_bytes(const GemmArgs& a) {
 
 cudaError_t gemm_decode(const GemmArgs& args, cudaStream_t stream) {
   if (args.x.rows == 0 || args.w.rows == 0) return cudaSuccess;
-  const dim3 grid(static_cast<unsigned>((args.w.rows + kColumns - 1) / kColumns), static_cast<unsigned>(most_tiles(args, kMaxRows)));
+  const dim3 grid(static_cast<unsigned>((args.w.rows + kColumns - 1) / kColumns * most_tiles(args, kMaxRows)));
   return launch(gemm_decode_kernel, grid, kThreads, decode_shared_bytes(args), stream, args);
 }
 

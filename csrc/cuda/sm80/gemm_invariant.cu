@@ -116,9 +116,10 @@ __device__ __forceinline__ void multiply_step(char* w_tile, char* x_tile, Sums& 
 
 __global__ void __launch_bounds__(kGemmThreads) gemm_invariant_kernel(const GemmArgs a) {
   char* memory = shared_memory();
-  const Rows rows = rows_of_tile(a, blockIdx.y, kTile);
+  const int across = static_cast<int>((a.w.rows + kTile - 1) / kTile);
+  const Rows rows = rows_of_tile(a, static_cast<int>(blockIdx.x / across), kTile);
   if (rows.begin >= rows.end) return;
-  const int64_t n0 = static_cast<int64_t>(blockIdx.x) * kTile;
+  const int64_t n0 = static_cast<int64_t>(blockIdx.x % across) * kTile;
   if (rows.expert == a.experts) return write_zeros(a, rows, n0, kGemmThreads);
   const int row = threadIdx.x / 2, half = threadIdx.x % 2;
   const Span span = span_of(a, rows.expert);
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kGemmThreads) gemm_invariant_kernel(const Gemm
 
 cudaError_t gemm_invariant(const GemmArgs& args, cudaStream_t stream) {
   if (args.x.rows == 0 || args.w.rows == 0) return cudaSuccess;
-  const dim3 grid(static_cast<unsigned>((args.w.rows + kTile - 1) / kTile), static_cast<unsigned>(most_tiles(args, kTile)));
+  const dim3 grid(static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));
   return launch(gemm_invariant_kernel, grid, kGemmThreads, kShared, stream, args);
 }
 
