@@ -2,6 +2,7 @@
 
 #include "../../csrc/cuda/attention.h"
 #include "../../csrc/cuda/gemm.h"
+#include "../../csrc/cuda/ptx/tensor_core5.h"
 #include "../../csrc/ops/cuda.h"
 #include "../../csrc/ops/dispatch_cuda.h"
 #include "../../csrc/ops/stored_cuda.h"
@@ -46,6 +47,16 @@ double dot(std::string kind, const Tensor& a, const Tensor& b, const Tensor& a_s
   if (kind == "bf16") return simt::dot(pairs(a), pairs(b), sum);
   if (kind == "mxfp8") return simt::dot(line(simt::Fp8Line{}, a, a_scales), line(simt::Fp8Line{}, b, b_scales), sum);
   return simt::dot(line(simt::Fp4Line{}, a, a_scales), line(simt::Fp4Line{}, b, b_scales), sum);
+}
+
+// What a kernel tells tcgen05 of an operand at an address in shared memory, and of a product of m × n.
+int64_t descriptor(std::string of, int64_t address) {
+  const auto at = static_cast<uint32_t>(address);
+  return static_cast<int64_t>(of == "scales" ? cuda::scales_descriptor(at) : cuda::operand_descriptor(at));
+}
+int64_t instruction(std::string format, int64_t m, int64_t n, int64_t scale) {
+  const int rows = static_cast<int>(m), columns = static_cast<int>(n);
+  return format == "nvfp4" ? cuda::nvfp4_instruction(rows, columns) : cuda::mxfp8_instruction(rows, columns, static_cast<uint32_t>(scale));
 }
 
 cuda::Gemm native_kernel(const std::string& name) {
@@ -167,6 +178,8 @@ STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
 #include "schemas.inc"
   m.def("configure(int seed, str async, str arithmetic) -> ()");
   m.def("dot(str kind, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, float c) -> float");
+  m.def("descriptor(str of, int address) -> int");
+  m.def("instruction(str format, int m, int n, int scale) -> int");
   m.def("set_device(int i, int sm) -> ()");
   m.def("self_test(str kernel) -> str");
   m.def("same_bits(str kernel, str other) -> str");
@@ -179,6 +192,8 @@ STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
   m.def("quantize_swizzled(Tensor x, str spec, Tensor rng, Tensor enc, Tensor dec) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
+  m.impl("descriptor", TORCH_BOX(&fp4ext::descriptor));
+  m.impl("instruction", TORCH_BOX(&fp4ext::instruction));
   m.impl("configure", TORCH_BOX(&fp4ext::configure));
   m.impl("set_device", TORCH_BOX(&fp4ext::set_device));
   m.impl("self_test", TORCH_BOX(&fp4ext::self_test));

@@ -386,7 +386,7 @@ MUTANTS = [
     ("sums are handed back without a fence", "sm100/gemm_native.cu", "      tensor_fence_before();\n      arrive_of_warp", "      arrive_of_warp", sm100),
     ("no fence after the wait for scales and codes", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);\n        tensor_fence_after();", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);", sm100),
     ("no fence after the allocation", "sm100/gemm_native.cu", "  tensor_fence_before();\n  meet_cluster", "  meet_cluster", sm100),
-    ("tensor memory is freed while it is written", "sm100/gemm_native.cu", "i < end; ++i) mbarrier_wait(empty", "i < i; ++i) mbarrier_wait(empty", sm100),
+    ("tensor memory is freed while it is written", "sm100/gemm_native.cu", "  __syncwarp();\n  meet_cluster<kCtas>();\n  if (warp == kIssuer) tensor_free", "  __syncwarp();\n  if (warp == kIssuer) tensor_free", sm100),
     ("a pair allocates before its CTAs have met", "sm100/gemm_native.cu", "  if constexpr (kCtas > 1) meet_cluster<kCtas>();  // a pair allocates once both of its CTAs run\n", "", sm100_pairs),
     ("scales are fenced for their own CTA alone", "sm100/gemm_native.cu", "fence_for_engines<kCtas>();", "fence_for_engines<1>();", sm100_pairs),
     ("the wait for scales has the scope of a CTA", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at", "mbarrier_wait(full + stage.at", sm100_pairs),
