@@ -29,6 +29,10 @@ OUT = ROOT / "build" / "simt"
 # CUDA C++ has no strict aliasing, and the law no contraction.
 FLAGS = "-std=c++20 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-math-errno -Wall -Wno-unknown-pragmas".split()
 DEFINES = ["-DFP4EXT_CUDA_LIBRARY=fp4ext_simt", "-DFP4EXT_CUDA_KEY=CPU", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
+# Each access of a kernel is a call of races.cpp, which stands in for the library that the compiler means.
+WATCH = "-fno-thread-jumps -fsanitize=thread --param tsan-instrument-func-entry-exit=0".split()
+# What runs for each access and each product.
+FAST = ["-O3"]
 # A vector load at an address that is no multiple of its size faults on a device, and does not on x86: here it traps.
 TRAPS = "-fsanitize=alignment -fsanitize-undefined-trap-on-error".split()
 SANITIZE = "-g1 -fsanitize=address,undefined -fno-sanitize=alignment -fno-sanitize-recover=undefined".split()
@@ -37,7 +41,7 @@ SANITIZE = "-g1 -fsanitize=address,undefined -fno-sanitize=alignment -fno-saniti
 def sources() -> list[Path]:
     """What is compiled: every kernel, every CUDA op, the machine and the library."""
     kernels = sorted(path for path in (CSRC / "cuda").rglob("*") if path.suffix in (".cu", ".cpp"))
-    return [*kernels, *sorted((CSRC / "ops").glob("*_cuda.cpp")), HERE / "machine.cpp", HERE / "library.cpp"]
+    return [*kernels, *sorted((CSRC / "ops").glob("*_cuda.cpp")), *sorted(HERE.glob("*.cpp"))]
 
 
 def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, sanitize: bool = False) -> Path:
@@ -53,7 +57,9 @@ def build(edits: dict[Path, str] | None = None, only: list[Path] | None = None, 
 
     def compiled(path: Path) -> Path:
         reached = only is None or path in only
-        return _object(path, tree if reached else ROOT, edits if reached else {}, flags)
+        watch = WATCH if not sanitize and path.is_relative_to(CSRC / "cuda") else []
+        fast = FAST if path.parent == HERE and path.stem != "library" else []
+        return _object(path, tree if reached else ROOT, edits if reached else {}, flags + watch + fast)
 
     # One process at a time compiles what many want; of the others, each mutant's files are its own.
     with _locked() if not edits else nullcontext(), ThreadPoolExecutor(os.cpu_count()) as pool:

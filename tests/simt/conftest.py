@@ -16,14 +16,15 @@ class Machine:
     """torch.ops.fp4ext_simt, and the knobs of the machine that runs its kernels."""
 
     MODES = ("late", "early", "random")
+    ARITHMETICS = ("hardware", "nearest", "toward_zero")
 
     def __init__(self, library):
         torch.ops.load_library(str(library))
         self.ops = torch.ops.fp4ext_simt
 
-    def configure(self, seed: int = 0, asynchronous: str = "late", truncate: bool = False) -> None:
-        """seed: of the schedule. asynchronous: when copies land. truncate: tensor cores round toward zero."""
-        self.ops.configure(seed, asynchronous, truncate)
+    def configure(self, seed: int = 0, asynchronous: str = "late", arithmetic: str = "hardware") -> None:
+        """seed: of the schedule. asynchronous: when copies land. arithmetic: how tensor cores add (ARITHMETICS)."""
+        self.ops.configure(seed, asynchronous, arithmetic)
 
 
 @pytest.fixture(scope="session")

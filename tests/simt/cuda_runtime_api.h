@@ -40,8 +40,8 @@ struct alignas(16) float4 {
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
-inline void __syncthreads() { simt::meet_block(); }
-inline void __syncwarp() { simt::meet_warp("__syncwarp"); }
+__attribute__((always_inline)) inline void __syncthreads() { simt::meet_block(); }
+inline void __syncwarp() { simt::meet_warp_and_memory(); }
 
 inline void simt_check_mask(unsigned mask) {
   if (mask != 0xffffffffu) simt::fail("a shuffle without the whole warp: its lanes would have to be counted");

@@ -2,6 +2,7 @@
 
 #include "../../csrc/cuda/attention.h"
 #include "../../csrc/cuda/gemm.h"
+#include "../../csrc/cuda/ptx/tensor_core5.h"
 #include "../../csrc/ops/cuda.h"
 #include "../../csrc/ops/dispatch_cuda.h"
 #include "../../csrc/ops/stored_cuda.h"
@@ -11,17 +12,51 @@
 namespace fp4ext {
 namespace {
 
-void configure(int64_t seed, std::string async, bool truncate) {
+void configure(int64_t seed, std::string async, std::string arithmetic) {
   static constexpr Choice<simt::Async> kAsync[] = {
       {"early", simt::Async::early}, {"late", simt::Async::late}, {"random", simt::Async::random}};
+  static constexpr Choice<simt::Arithmetic> kArithmetic[] = {
+      {"hardware", simt::Arithmetic::hardware}, {"nearest", simt::Arithmetic::nearest}, {"toward_zero", simt::Arithmetic::toward_zero}};
   auto& o = simt::options();
-  o.seed = static_cast<uint64_t>(seed), o.async = choose("async", async, kAsync), o.truncate = truncate;
+  o.seed = static_cast<uint64_t>(seed), o.async = choose("async", async, kAsync),
+  o.arithmetic = choose("arithmetic", arithmetic, kArithmetic);
 }
 
 // All tensors are on device i, which is an sm_<sm>.
 void set_device(int64_t i, int64_t sm) {
   simt::options().device = static_cast<int>(i);
   simt::options().devices.at(i) = static_cast<int>(sm);
+}
+
+// What a tensor core makes of one sum: Σ a·b + c of an instruction's K, rows of codes with their scales, or of bf16.
+double dot(std::string kind, const Tensor& a, const Tensor& b, const Tensor& a_scales, const Tensor& b_scales, double c) {
+  const auto line = [&](auto line, const Tensor& codes, const Tensor& scales) {
+    uint32_t bytes = 0;
+    std::memcpy(&bytes, scales.data_ptr(), scales.numel());
+    line.decode(static_cast<const uint8_t*>(codes.data_ptr()), bytes);
+    return line;
+  };
+  const auto pairs = [](const Tensor& values) {
+    uint32_t words[8];
+    std::memcpy(words, values.data_ptr(), sizeof(words));
+    simt::Bf16Line line;
+    line.decode(words);
+    return line;
+  };
+  const auto sum = static_cast<float>(c);
+  if (kind == "bf16") return simt::dot(pairs(a), pairs(b), sum);
+  if (kind == "mxfp8") return simt::dot(line(simt::Fp8Line{}, a, a_scales), line(simt::Fp8Line{}, b, b_scales), sum);
+  return simt::dot(line(simt::Fp4Line{}, a, a_scales), line(simt::Fp4Line{}, b, b_scales), sum);
+}
+
+// What a kernel tells tcgen05 of an operand at an address in shared memory, and of a product of m × n.
+int64_t descriptor(std::string of, int64_t address) {
+  const auto at = static_cast<uint32_t>(address);
+  return static_cast<int64_t>(of == "scales" ? cuda::scales_descriptor(at) : cuda::operand_descriptor(at));
+}
+int64_t instruction(std::string format, int64_t m, int64_t n, int64_t scale) {
+  const int rows = static_cast<int>(m), columns = static_cast<int>(n);
+  return format == "nvfp4" ? cuda::nvfp4_instruction(rows, columns) : cuda::mxfp8_instruction(rows, columns, static_cast<uint32_t>(scale));
 }
 
 cuda::Gemm native_kernel(const std::string& name) {
@@ -141,7 +176,10 @@ Tensor run_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::opt
 
 STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
 #include "schemas.inc"
-  m.def("configure(int seed, str async, bool truncate) -> ()");
+  m.def("configure(int seed, str async, str arithmetic) -> ()");
+  m.def("dot(str kind, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, float c) -> float");
+  m.def("descriptor(str of, int address) -> int");
+  m.def("instruction(str format, int m, int n, int scale) -> int");
   m.def("set_device(int i, int sm) -> ()");
   m.def("self_test(str kernel) -> str");
   m.def("same_bits(str kernel, str other) -> str");
@@ -154,6 +192,8 @@ STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
   m.def("quantize_swizzled(Tensor x, str spec, Tensor rng, Tensor enc, Tensor dec) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
+  m.impl("descriptor", TORCH_BOX(&fp4ext::descriptor));
+  m.impl("instruction", TORCH_BOX(&fp4ext::instruction));
   m.impl("configure", TORCH_BOX(&fp4ext::configure));
   m.impl("set_device", TORCH_BOX(&fp4ext::set_device));
   m.impl("self_test", TORCH_BOX(&fp4ext::self_test));
@@ -162,6 +202,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CompositeExplicitAutograd, m) {
   m.impl("status", TORCH_BOX(&fp4ext::status));
 }
 STABLE_TORCH_LIBRARY_IMPL(fp4ext_simt, CPU, m) {
+  m.impl("dot", TORCH_BOX(&fp4ext::dot));
   m.impl("run_gemm", TORCH_BOX(&fp4ext::run_gemm));
   m.impl("run_attention", TORCH_BOX(&fp4ext::run_attention));
   m.impl("quantize_swizzled", TORCH_BOX(&fp4ext::quantize_swizzled));

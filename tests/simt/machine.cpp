@@ -81,8 +81,11 @@ void start_block(Block& b, Dim3 threads, size_t shared_bytes) {
   b.warps.assign((n + 31) / 32, Warp{});
   b.barrier = {};
   b.alive = n;
-  b.bulk.clear(), b.tensor.clear();
-  b.tensor_columns = 0;
+  b.bulk.clear(), b.tensor.clear(), b.barriers.clear();
+  b.shadow.start(shared_bytes);
+  const int agents = static_cast<int>(machine.cluster.size() * n) + 2 * b.rank;
+  b.tensor_engine = {agents, b.rank}, b.bulk_engine = {agents + 1, b.rank};
+  b.allocations.clear(), b.tensor_memory.clear(), b.tensor_cells.clear();
   // Exactly as much as was asked for, so that AddressSanitizer sees a step beyond.
   void* memory = nullptr;
   if (posix_memalign(&memory, 1024, shared_bytes + 1)) std::abort();
@@ -94,7 +97,8 @@ void start_block(Block& b, Dim3 threads, size_t shared_bytes) {
     Thread& t = b.threads[i];
     t.index = {i % threads.x, i / threads.x % threads.y, i / (threads.x * threads.y)};
     t.lane = static_cast<int>(i % 32), t.warp = static_cast<int>(i / 32);
-    t.started = t.done = false;
+    t.started = t.done = t.diverged = false;
+    t.agent = {static_cast<int>(first + i), b.rank};
     t.copies.clear(), t.groups.clear();
     getcontext(&t.context);
     t.context.uc_stack.ss_sp = machine.stacks[first + i].get();
@@ -151,7 +155,9 @@ void run_warp(Block& b, int warp, bool whole) {
       if (b.threads[i].done) continue;
       b.current = static_cast<int>(i);
       machine.in_thread = true;
+      watched = {b.shared.get(), b.shared_bytes};
       to_thread(b.threads[i]);
+      watched = {};
       machine.in_thread = false;
     }
   }
@@ -203,17 +209,20 @@ void run_cluster() {
   while (step_engines()) {
   }
   for (const Block& b : cluster)
-    if (b.tensor_columns) fail("tcgen05: tensor memory that a block has not freed");
+    if (!b.allocations.empty()) fail("tcgen05: tensor memory that a block has not freed");
 }
 
-void meet(Rendezvous& r, unsigned all) {
+void meet(Rendezvous& r, unsigned all, bool memory) {
   const unsigned generation = r.generation;
+  if (memory) bring(me().agent, r.meeting);
   if (++r.arrived == all) {
     r.arrived = 0;
+    if (memory) r.meeting.close();
     ++r.generation;
     ++machine.progress;
   }
   while (r.generation == generation) yield();
+  if (memory) acquire(me().agent, r.meeting.result);
 }
 
 }  // namespace
@@ -222,6 +231,8 @@ Options& options() { return machine.options; }
 Block& block() { return *machine.block; }
 Block& block_of_cluster(int rank) { return machine.cluster.at(rank); }
 Thread& me() { return machine.block->threads[machine.block->current]; }
+unsigned cluster_size() { return machine.cluster.size(); }
+Watched watched;
 Dim3& block_size() { return machine.size; }
 Dim3& grid_size() { return machine.grid; }
 std::mt19937_64& dice() { return machine.dice; }
@@ -239,16 +250,40 @@ void fail(const std::string& why) {
   std::abort();  // a failed launch never resumes a thread
 }
 
-void meet_block() { meet(block().barrier, block().threads.size()); }
-void meet_cluster() { meet(machine.cluster_barrier, machine.cluster.size() * block().threads.size()); }
-bool cluster_has_met() { return machine.cluster_barrier.generation > 0; }
+namespace {
+void check_site(Site& site, unsigned generation, const void* at, const char* what) {
+  if (me().diverged) fail(std::string(what) + ": .aligned, but the warp has elected a lane and not met since");
+  if (site.generation != generation) site = {at, generation};
+  if (site.at != at) fail(std::string(what) + ": .aligned, but lanes of one warp are at different places of the kernel");
+}
+}  // namespace
+[[gnu::noinline]] void check_aligned(const char* what) {
+  Warp& w = block().warps[me().warp];
+  check_site(w.site, w.rendezvous.generation, __builtin_return_address(0), what);
+}
+[[gnu::noinline]] void meet_block() {
+  check_site(block().warps[me().warp].block_site, block().barrier.generation, __builtin_return_address(0), "bar.sync");
+  meet(block().barrier, block().threads.size(), true);
+}
+[[gnu::noinline]] void meet_cluster() {
+  check_site(block().warps[me().warp].cluster_site, machine.cluster_barrier.generation, __builtin_return_address(0), "barrier.cluster");
+  meet(machine.cluster_barrier, machine.cluster.size() * block().threads.size(), true);
+}
 
-void meet_warp(const char* collective) {
+namespace {
+void meet_warp(const char* collective, bool memory) {
   Warp& w = block().warps[me().warp];
   if (w.rendezvous.arrived && std::strcmp(w.collective, collective) != 0)
     fail(std::string("lanes of one warp are in different collectives: ") + w.collective + " and " + collective);
   w.collective = collective;
-  meet(w.rendezvous, 32);
+  meet(w.rendezvous, 32, memory);
+}
+}  // namespace
+bool cluster_has_met() { return machine.cluster_barrier.generation > 0; }
+void meet_warp(const char* collective) { meet_warp(collective, false); }
+void meet_warp_and_memory() {
+  meet_warp("__syncwarp", true);
+  me().diverged = false;
 }
 
 void* in_block(int rank, void* shared) {
@@ -257,15 +292,20 @@ void* in_block(int rank, void* shared) {
   return other.shared.get() + (static_cast<char*>(shared) - block().shared.get());
 }
 
+namespace {
+void land(const Copy& c) { c.exists ? std::memcpy(c.to, c.from, c.bytes) : std::memset(c.to, 0, c.bytes); }
+}  // namespace
+
 void copy_async(void* to, const void* from, size_t bytes, bool exists) {
   if (((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) & (bytes - 1)) != 0)
     fail("cp.async: an address is not a multiple of its size");
-  const auto copy = [=] { exists ? std::memcpy(to, from, bytes) : std::memset(to, 0, bytes); };
+  const auto offset = static_cast<size_t>(static_cast<char*>(to) - block().shared.get());
+  if (offset + bytes > block().shared_bytes) fail("cp.async: to elsewhere than shared memory");
+  watch_copy_begins(offset, bytes);
   const Async async = machine.options.async;
-  if (async == Async::early || (async == Async::random && machine.dice() % 2))
-    copy();
-  else
-    me().copies.push_back(copy);
+  Copy copy{to, from, bytes, exists, async == Async::early || (async == Async::random && machine.dice() % 2)};
+  if (copy.landed) land(copy);
+  me().copies.push_back(copy);
 }
 
 void commit_copies() { me().groups.push_back(me().copies.size()); }
@@ -274,17 +314,15 @@ void wait_copies(size_t pending_groups) {
   Thread& t = me();
   while (t.groups.size() > pending_groups) {
     const size_t n = t.groups.front();
-    for (size_t i = 0; i < n; ++i) t.copies[i]();
+    for (size_t i = 0; i < n; ++i) {
+      const Copy& c = t.copies[i];
+      if (!c.landed) land(c);
+      watch_copy_ends(static_cast<size_t>(static_cast<char*>(c.to) - block().shared.get()), c.bytes);
+    }
     t.copies.erase(t.copies.begin(), t.copies.begin() + n);
     t.groups.erase(t.groups.begin());
     for (size_t& g : t.groups) g -= n;
   }
-}
-
-float round_sum(double sum) {
-  const float nearest = static_cast<float>(sum);
-  const bool away = std::fabs(static_cast<double>(nearest)) > std::fabs(sum);
-  return machine.options.truncate && away ? std::nextafterf(nearest, 0.0f) : nearest;
 }
 
 namespace {

@@ -4,16 +4,18 @@
 A mutant is caught where a result differs, where the machine ends the launch (a deadlock, a pointer that is not aligned,
 a collective that not all lanes reach), or where nothing comes back in time.
 
-What the machine cannot see, and no mutant here tries: memory fences, the text of an instruction, an ISA misread on both
-sides. Those are for ptxas, tests/test_sass.py and the self-test of a device's first launch.
+What the machine cannot see, and no mutant here tries: the text of an instruction, an ISA misread on both sides. Those are
+for ptxas, tests/test_sass.py and the self-test of a device's first launch.
 """
 # ruff: noqa: E501  (a table reads best with a mutant a line)
 
 import json
 import os
+import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from .test_attention import qkv, test_in_turns, test_underflow_keeps_the_sign_of
 from .test_experts import KEYS as EXPERTS
 from .test_experts import test_equal_the_cpu, test_the_rotation_of_each_expert_has_its_own_length
 from .test_experts import test_swizzle as check_swizzle
-from .test_gemm import check_bound, gemm, test_added_to_y, test_over_tokens
+from .test_gemm import check_bound, gemm, test_added_to_y, test_decode_is_prefill, test_over_tokens
 from .test_gemm_lanes import check as check_lanes
 from .test_gemm_lanes import test_no_stripe_of_tiles_is_lost, test_the_sign_of_zero, unaligned
 from .test_gemm_native import test_many_tiles
@@ -74,7 +76,7 @@ def multiply(machine, kernel, *formats, m=70, n=40):
             wanted = torch.ops.fp4ext.gemm(*x.parts, *w.parts, None, "float32", "invariant", "cpu")
             assert_bytes_equal(gemm(machine, kernel, x, w), wanted, f"{kernel} {format}")
             x, w = operand(format, m, k, seed=seed), operand(format, n, k, seed=9 + seed)
-            check_bound(gemm(machine, kernel, x, w), x, w)
+            check_bound(gemm(machine, kernel, x, w), x, w, native=format if kernel.startswith("sm1") else None)
 
 
 def grouped(machine, kernel):
@@ -140,6 +142,10 @@ def decode(machine):
     grouped(machine, "decode")
 
 
+def decode_is_prefill(machine):
+    test_decode_is_prefill(machine, "nvfp4", "nvfp4", "hardware")
+
+
 def lanes(machine):
     for seed, (m, n, k) in enumerate(((17, 40, 2085), (5, 67, 1040), (33, 9, 31))):
         machine.configure(seed)
@@ -196,7 +202,7 @@ def finish(machine):
     machine.ops.set_device(0, 90)
     x, w = operand("nvfp4", 20, 128, seed=1, outer="row"), operand("nvfp4", 1030, 128, seed=2, outer="row")
     y = machine.ops.gemm(*x.parts, *w.parts, None, "float32", "fast", "fast")
-    check_bound(y, x, w, truncate=True)
+    check_bound(y, x, w, "toward_zero")
 
 
 def self_test_sm120(machine):
@@ -237,6 +243,7 @@ RUNS = {
     invariant: "sm80/gemm_invariant.cu",
     over_tokens: "sm80/gemm_invariant.cu",
     decode: "sm80/gemm_decode.cu",
+    decode_is_prefill: "sm80/gemm_decode.cu",
     lanes: "generic/gemm_lanes.cu",
     attention: "generic/attention.cu",
     sm120: "sm120/gemm_native.cu",
@@ -301,6 +308,7 @@ MUTANTS = [
     ("no barrier before the chunks are added", "sm80/gemm_decode.cu", "  __syncthreads();\n\n  for (int i = threadIdx.x; i < x_rows", "  for (int i = threadIdx.x; i < x_rows", decode),
     ("a chunk is left out", "sm80/gemm_decode.cu", "for (int c = 1; c < chunks; ++c)", "for (int c = 1; c < chunks - 1; ++c)", decode),
     ("fragments of the wrong half", "sm80/gemm_decode.cu", "high = e2m1_pair(u.y", "high = e2m1_pair(u.x", decode),
+    ("the halves of an instruction change places", "sm80/gemm_decode.cu", "low = e2m1_pair(u.x >> (8 * t), scale);\n    high = e2m1_pair(u.y", "high = e2m1_pair(u.x >> (8 * t), scale);\n    low = e2m1_pair(u.y", decode_is_prefill),
     # the law's own lanes
     ("no barrier between steps of lanes", "generic/gemm_lanes.cu", "close_chunk(acc, total);\n    __syncthreads();", "close_chunk(acc, total);", lanes),
     ("neighbouring lanes are added first", "generic/gemm_lanes.cu", "fold<8>(acc);\n  fold<4>(acc);\n  fold<2>(acc);\n  fold<1>(acc);", "fold<8>(acc);\n  fold<4>(acc);\n  fold<1>(acc);\n  fold<2>(acc);", lanes),
@@ -358,14 +366,32 @@ MUTANTS = [
     ("each CTA arrives at its own barriers", "sm100/gemm_native.cu", "mbarrier_arrive<kCtas>(barrier);", "mbarrier_arrive<1>(barrier);", sm100_pairs),
     ("the scales of one CTA are waited for", "sm100/gemm_native.cu", "mbarrier_init(full + s, kCtas + 1);", "mbarrier_init(full + s, 2);", sm100_pairs),
     ("the other CTA's sums are overwritten before they are read", "sm100/gemm_native.cu", "mbarrier_init(written + b, kCtas * kWriters);", "mbarrier_init(written + b, kWriters);", sm100_pairs),
+    ("nobody waits for the other CTA to make its barriers", "sm100/gemm_native.cu", "  tensor_fence_before();\n  meet_cluster<kCtas>();", "  tensor_fence_before();\n  __syncthreads();", sm100_pairs),
     ("a CTA exits while the other reaches into it", "sm100/gemm_native.cu", "  __syncwarp();\n  meet_cluster<kCtas>();", "  __syncwarp();\n  __syncthreads();", sm100_pairs),
     ("a CTA exits before the last arrivals", "sm100/gemm_native.cu", "i < end; ++i) mbarrier_wait(empty", "i < i; ++i) mbarrier_wait(empty", sm100_pairs),
     ("the other CTA hands over the work", "sm100/gemm_native.cu", "warp == kIssuer && tiles.rank == 0", "warp == kIssuer && tiles.rank == 1", sm100_pairs),
     ("both CTAs hand over the work", "sm100/gemm_native.cu", "warp == kIssuer && tiles.rank == 0 && elect_one()", "warp == kIssuer && elect_one()", sm100_pairs),
     ("a pair's product is described as one CTA's", "sm100/gemm_native.cu", "nvfp4_instruction(kCtas * kTile, kTile)", "nvfp4_instruction(kTile, kTile)", sm100_pairs),
     ("both CTAs take tiles of their own", "sm100/gemm_native.cu", "return blockIdx.x / kCtas;", "return blockIdx.x;", sm100_pairs),
-    # Grids and addresses.
+    # What .aligned asks, and tensor memory.
+    ("half of the lanes are at another barrier", "generic/quantize_blocks.cuh", "__syncthreads();", "if (threadIdx.x % 2) __syncthreads(); else __syncthreads();", blocks),
+    ("scales in one quarter of the lanes alone", "ptx/tensor_core5.h", "quarter < 4; ++quarter)\n            std::memcpy", "quarter < 1; ++quarter)\n            std::memcpy", sm100),
+    ("a warp allocates where another has all", "sm100/gemm_native.cu", "if (warp == kIssuer) tensor_alloc", "if (warp >= kFetcher) tensor_alloc", sm100),
+    ("tensor memory is freed twice", "sm100/gemm_native.cu", "if (warp == kIssuer) tensor_free", "if (warp >= kFetcher) tensor_free", sm100),
+    # Fences and scopes.
+    ("scales are not fenced for the tensor core", "sm100/gemm_native.cu", "        fence_for_engines<kCtas>();\n", "", sm100),
+    ("scales are fenced before they land", "sm100/gemm_native.cu", "        wait_copies<0>();\n        fence_for_engines<kCtas>();", "        fence_for_engines<kCtas>();\n        wait_copies<0>();", sm100),
+    ("barriers are not made known to engines", "sm100/gemm_native.cu", "    mbarriers_are_made();\n", "", sm100),
+    ("sums are read without a fence after the wait", "sm100/gemm_native.cu", "mbarrier_wait(summed + b, parity);\n      tensor_fence_after();", "mbarrier_wait(summed + b, parity);", sm100),
+    ("sums are handed back without a fence", "sm100/gemm_native.cu", "      tensor_fence_before();\n      arrive_of_warp", "      arrive_of_warp", sm100),
+    ("no fence after the wait for scales and codes", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);\n        tensor_fence_after();", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);", sm100),
+    ("no fence after the allocation", "sm100/gemm_native.cu", "  tensor_fence_before();\n  meet_cluster", "  meet_cluster", sm100),
+    ("tensor memory is freed while it is written", "sm100/gemm_native.cu", "  __syncwarp();\n  meet_cluster<kCtas>();\n  if (warp == kIssuer) tensor_free", "  __syncwarp();\n  if (warp == kIssuer) tensor_free", sm100),
     ("a pair allocates before its CTAs have met", "sm100/gemm_native.cu", "  if constexpr (kCtas > 1) meet_cluster<kCtas>();  // a pair allocates once both of its CTAs run\n", "", sm100_pairs),
+    ("scales are fenced for their own CTA alone", "sm100/gemm_native.cu", "fence_for_engines<kCtas>();", "fence_for_engines<1>();", sm100_pairs),
+    ("the wait for scales has the scope of a CTA", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at", "mbarrier_wait(full + stage.at", sm100_pairs),
+    ("the wait for sums that were read has the scope of a CTA", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(written + b", "mbarrier_wait(written + b", sm100_pairs),
+    # Grids.
     ("tiles along y", "sm80/gemm_invariant.cu", "const dim3 grid(static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));", "const dim3 grid(1, static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));", many_tiles),
     ("words of codes at any address", "generic/number.cuh", "if (!is_aligned(p, 4 * kWords)) {", "if (false) {", odd_codes),
     # What the self-test of a device would meet if an instruction were misread.
@@ -384,14 +410,55 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+# Every synchronization of these kernels is dropped in turn, and each that has a scope gets the block's for the pair's.
+SYNCHRONIZED = {
+    "generic/quantize_blocks.cuh": blocks,
+    "generic/quantize_16x16.cu": tiles,
+    "generic/gemm_lanes.cu": lanes,
+    "generic/attention.cu": attention,
+    "gemm.cuh": invariant,
+    "sm80/gemm_invariant.cu": invariant,
+    "sm80/gemm_decode.cu": decode,
+    "sm120/gemm_native.cu": sm120,
+    "sm100/gemm_native.cu": sm100_pairs,
+}
+SYNCHRONIZATION = re.compile(
+    r"\b(__syncthreads|__syncwarp|commit_copies|wait_copies|fence_for_engines|tensor_fence_before|tensor_fence_after"
+    r"|mbarriers_are_made|mbarrier_wait|meet_cluster|tensor_commit|mbarrier_arrive)(<[^<>;]*(?:<[^<>]*>)?[^<>;]*>)?\(([^;]*)\);"
+)
+# What is right without them, and why they are there.
+REDUNDANT = {
+    "without __syncwarp(), number 2 in sm100/gemm_native.cu": "the thread that made the barriers is of another warp than allocates",
+    "without tensor_fence_after(), number 1 in sm100/gemm_native.cu": "a fence follows each wait before tcgen05 is issued",
+    "without tensor_fence_after(), number 3 in sm100/gemm_native.cu": "the fence after the wait for the step follows, and nothing is issued between",
+}
+
+
+def dropped() -> Iterator[tuple]:
+    """Mutants like those of MUTANTS, whose text is a place in the source."""
+    for file, check in SYNCHRONIZED.items():
+        source = (KERNELS / file).read_text()
+        for match in SYNCHRONIZATION.finditer(source):
+            calls = f"{match[1]}{match[2] or ''}({match[3]})"
+            nth = len(re.findall(re.escape(calls), source[: match.start()])) + 1
+            where = f"{calls}, number {nth} in {file}"
+            yield f"without {where}", file, match.span(), ";", check
+            if match[2] == "<kCtas>":
+                yield f"for one block {where}", file, match.span(2), "<1>", check
+
+
 def built(mutant) -> Path:
     """The library with the mutant's edit."""
     name, file, text, instead, check = mutant
     source = (KERNELS / file).read_text()
-    assert source.count(text) == 1, (
-        f"{name}: {file} has {text!r} {source.count(text)} times; a mutant follows its source"
-    )
-    return build({KERNELS / file: source.replace(text, instead)}, only=[KERNELS / RUNS[check]])
+    if isinstance(text, tuple):
+        edited = source[: text[0]] + instead + source[text[1] :]
+    else:
+        assert source.count(text) == 1, (
+            f"{name}: {file} has {text!r} {source.count(text)} times; a mutant follows its source"
+        )
+        edited = source.replace(text, instead)
+    return build({KERNELS / file: edited}, only=[KERNELS / RUNS[check]])
 
 
 def caught(library: Path, check) -> str | None:
@@ -421,11 +488,12 @@ def caught(library: Path, check) -> str | None:
 
 
 def main(names: list[str]) -> None:
-    known = [mutant[0] for mutant in MUTANTS]
+    mutants = [*MUTANTS, *dropped()]
+    known = [mutant[0] for mutant in mutants]
     unknown = [name for name in names if name not in known]
     if unknown:
         sys.exit(f"unknown mutants {', '.join(unknown)}; accepted: {', '.join(known)}")
-    chosen = [mutant for mutant in MUTANTS if not names or mutant[0] in names]
+    chosen = [mutant for mutant in mutants if not names or mutant[0] in names]
     for check in dict.fromkeys(mutant[-1] for mutant in chosen):
         why = caught(build(), check)
         assert why is None, f"{check.__name__} fails without a mutant: {why}"

@@ -19,8 +19,8 @@ def test_within_the_bound(simt, kernel, format):
     for i, (m, n, k) in enumerate(SHAPES):
         k -= 64 if format == "nvfp4" and i % 2 else 0
         x, w = operand(format, m, k, seed=i, outer="row"), operand(format, n, k, seed=70 + i)
-        simt.configure(seed=i, asynchronous=simt.MODES[i % 3], truncate=i % 2 == 1)
-        check_bound(gemm(simt, kernel, x, w), x, w, truncate=i % 2 == 1)
+        simt.configure(seed=i, asynchronous=simt.MODES[i % 3], arithmetic=simt.ARITHMETICS[i % 3])
+        check_bound(gemm(simt, kernel, x, w), x, w, simt.ARITHMETICS[i % 3], format)
 
 
 @pytest.mark.parametrize("kernel", NATIVE)
@@ -92,7 +92,7 @@ def test_pairs_give_the_bits_of_single_blocks(simt, format):
     """So that either may be taken, whatever M is."""
     for i, (m, n, k) in enumerate([(1, 70, 384), (128, 65, 256), (257, 200, 640), (400, 30, 1664)]):
         x, w = operand(format, m, k, seed=i, outer="row"), operand(format, n, k, seed=20 + i)
-        simt.configure(seed=i, asynchronous=simt.MODES[i % 3], truncate=i % 2 == 1)
+        simt.configure(seed=i, asynchronous=simt.MODES[i % 3], arithmetic=simt.ARITHMETICS[i % 2])
         assert_bytes_equal(gemm(simt, "sm100_pairs", x, w), gemm(simt, "sm100", x, w), f"{format} {m}x{n}x{k}")
     x, w = operand(format, 420, 256, seed=30), operand(format, 4, 100, 256, seed=31)
     ends = torch.tensor([0, 130, 400, 401], dtype=torch.int32)

@@ -53,8 +53,8 @@ int cta_rank() {
   return simt::block().rank;
 }
 template <int kCtas>
-void meet_cluster() {
-  simt::meet_cluster();
+__attribute__((always_inline)) inline void meet_cluster() {
+  kCtas == 1 ? simt::meet_block() : simt::meet_cluster();
 }
 
 #endif

@@ -43,8 +43,15 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
                "r"(parity), "C"(kCtas == 1 ? kScope : kPairs)
                : "memory");
 }
-// What this thread wrote to shared memory, cp.async included, is seen by engines that read it on their own.
-__device__ __forceinline__ void fence_for_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread wrote to shared memory, cp.async included, is seen by engines that read it on their own; in a pair, by
+// those that the other CTA hands work to.
+template <int kCtas>
+__device__ __forceinline__ void fence_for_engines() {
+  if constexpr (kCtas == 1)
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  else
+    asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
+}
 // One lane of a whole warp.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
@@ -54,41 +61,28 @@ __device__ __forceinline__ bool elect_one() {
 
 #else
 
-struct SimtBarrier {
-  int16_t count, pending;
-  int32_t bytes : 31;
-  uint32_t phase : 1;
-  void turn_if_all_have_come() {
-    if (pending == 0 && bytes == 0) {
-      pending = count;
-      phase ^= 1;
-    }
-    simt::made_progress();
-  }
-};
-static_assert(sizeof(SimtBarrier) == 8);
-
-inline void mbarrier_init(uint64_t* barrier, int count) {
-  *reinterpret_cast<SimtBarrier*>(barrier) = {static_cast<int16_t>(count), static_cast<int16_t>(count), 0, 0};
-}
-inline void mbarriers_are_made() {}
+inline void mbarrier_init(uint64_t* barrier, int count) { simt::barrier_init(barrier, count); }
+inline void mbarriers_are_made() { simt::fence_proxy(simt::me().agent, simt::Scope::cluster); }
 template <int kCtas>
 void mbarrier_arrive(uint64_t* barrier) {
-  auto* b = static_cast<SimtBarrier*>(kCtas == 1 ? barrier : simt::in_block(0, barrier));
-  if (b->pending <= 0) simt::fail("mbarrier: more arrivals than it was made for");
-  --b->pending;
-  b->turn_if_all_have_come();
+  if constexpr (kCtas == 1)
+    simt::barrier_arrive(simt::block(), barrier, simt::Scope::block);
+  else
+    simt::barrier_arrive(simt::block_of_cluster(0), simt::in_block(0, barrier), simt::Scope::cluster);
 }
-inline void mbarrier_expect(uint64_t* barrier, int bytes) {
-  reinterpret_cast<SimtBarrier*>(barrier)->bytes += bytes;
-  mbarrier_arrive<1>(barrier);
-}
+inline void mbarrier_expect(uint64_t* barrier, int bytes) { simt::barrier_expect(barrier, bytes); }
 template <int kCtas = 1>
 void mbarrier_wait(uint64_t* barrier, int parity) {
-  while (static_cast<int>(reinterpret_cast<SimtBarrier*>(barrier)->phase) == parity) simt::yield();
+  simt::barrier_wait(barrier, parity, kCtas == 1 ? simt::Scope::block : simt::Scope::cluster);
 }
-inline void fence_for_engines() {}
-inline bool elect_one() { return simt::me().lane == 0; }
+template <int kCtas>
+void fence_for_engines() {
+  simt::fence_proxy(simt::me().agent, kCtas == 1 ? simt::Scope::block : simt::Scope::cluster);
+}
+inline bool elect_one() {
+  simt::me().diverged = true;
+  return simt::me().lane == 0;
+}
 
 #endif
 

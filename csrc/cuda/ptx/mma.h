@@ -46,7 +46,8 @@ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   return d;
 }
 
-inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+__attribute__((always_inline)) inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+  simt::check_aligned("ldmatrix");
   const void* const* rows = simt::exchange("ldmatrix", row);
   const int lane = simt::me().lane;
   for (int m = 0; m < 4; ++m) {
@@ -56,22 +57,33 @@ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   }
 }
 
-// The ISA leaves the order and the rounding of the sum open: here it is exact, and rounded once.
-inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+// The ISA leaves the order and the rounding of the sum open.
+__attribute__((always_inline)) inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  simt::check_aligned("mma");
   struct Fragments {
     uint32_t a[4], b[2];
+    float d[4];
   };
-  const Fragments* all = simt::exchange("mma", Fragments{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
-  const int g = simt::me().lane / 4, t = simt::me().lane % 4;
-  for (int i = 0; i < 4; ++i) {
-    const int row = g + 8 * (i >> 1), col = 2 * t + (i & 1);
-    double sum = d[i];
-    for (int k = 0; k < 16; ++k) {
-      const uint32_t x = all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)], w = all[col * 4 + k % 8 / 2].b[k / 8];
-      sum += static_cast<double>(bf16_half(x, k % 2)) * static_cast<double>(bf16_half(w, k % 2));
+  struct Results {
+    float d[4];
+  };
+  const auto make = [](const Fragments* all, Results* results) __attribute__((no_sanitize_thread)) {
+    simt::Bf16Line rows[16], columns[8];
+    uint32_t pairs[8];
+    for (int row = 0; row < 16; ++row) {
+      for (int p = 0; p < 8; ++p) pairs[p] = all[row % 8 * 4 + p % 4].a[row / 8 + 2 * (p / 4)];
+      rows[row].decode(pairs);
     }
-    d[i] = simt::round_sum(sum);
-  }
+    for (int column = 0; column < 8; ++column) {
+      for (int p = 0; p < 8; ++p) pairs[p] = all[column * 4 + p % 4].b[p / 4];
+      columns[column].decode(pairs);
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i)
+        results[lane].d[i] = simt::dot(rows[lane / 4 + 8 * (i >> 1)], columns[lane % 4 * 2 + (i & 1)], all[lane].d[i]);
+  };
+  const Results& mine = simt::together<Results>("mma", Fragments{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {d[0], d[1], d[2], d[3]}}, make);
+  std::memcpy(d, mine.d, sizeof(d));
 }
 
 #endif

@@ -1,10 +1,6 @@
 #pragma once
 #include "mma.h"
 
-#if !defined(__CUDACC__)
-#include "../../numerics/e8m0.h"
-#endif
-
 // Block-scaled tensor cores of GeForce Blackwell (PTX ISA 9.7.14.5.14; sm_120f). With g = lane / 4, t = lane % 4:
 //   m16n8k64, E2M1   A register r, nibble j: row g + 8(r & 1), k = 8t + j + 32(r >> 1)   B: column g, k = 8t + j + 32r
 //   m16n8k32, 8-bit  A register r, byte j:   row g + 8(r & 1), k = 4t + j + 16(r >> 1)   B: column g, k = 4t + j + 16r
@@ -41,41 +37,44 @@ namespace simt_block_scaled {
 
 struct Fragments {
   uint32_t a[4], b[2], a_scales, b_scales;
+  float d[4];
+};
+struct Results {
+  float d[4];
 };
 
-// kBits: of an element; the k of one register are 32 / kBits, of the instruction 8 · 32 / kBits.
-template <int kBits, int kBlock, class Value, class Scale>
-void mma(const char* name, float (&d)[4], const Fragments& mine, Value value, Scale scale) {
-  constexpr int kPer = 32 / kBits, kSize = 8 * kPer;
-  const Fragments* all = simt::exchange(name, mine);
-  const int g = simt::me().lane / 4, t = simt::me().lane % 4;
-  for (int i = 0; i < 4; ++i) {
-    const int row = g + 8 * (i >> 1), col = 2 * t + (i & 1);
-    double sum = d[i];
-    for (int k = 0; k < kSize; ++k) {
-      const int lane = k % (kSize / 2) / kPer, upper = k / (kSize / 2), shift = k % kPer * kBits, block = k / kBlock;
-      const double a = value(all[row % 8 * 4 + lane].a[row / 8 + 2 * upper] >> shift);
-      const double b = value(all[col * 4 + lane].b[upper] >> shift);
-      const double s =
-          static_cast<double>(scale(all[row % 8 * 4 + row / 8].a_scales >> (8 * block))) * scale(all[col * 4].b_scales >> (8 * block));
-      sum += a * b * s;
-    }
-    d[i] = simt::round_sum(sum);
+// A row of A is in the registers of four lanes, first the lower half of K; a column of B likewise.
+template <class Line>
+void make(const Fragments* all, Results* results) {
+  Line rows[16], columns[8];
+  uint32_t codes[8];
+  for (int row = 0; row < 16; ++row) {
+    for (int w = 0; w < 8; ++w) codes[w] = all[row % 8 * 4 + w % 4].a[row / 8 + 2 * (w / 4)];
+    rows[row].decode(reinterpret_cast<const uint8_t*>(codes), all[row % 8 * 4 + row / 8].a_scales);
   }
+  for (int column = 0; column < 8; ++column) {
+    for (int w = 0; w < 8; ++w) codes[w] = all[column * 4 + w % 4].b[w / 4];
+    columns[column].decode(reinterpret_cast<const uint8_t*>(codes), all[column * 4].b_scales);
+  }
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i)
+      results[lane].d[i] = simt::dot(rows[lane / 4 + 8 * (i >> 1)], columns[lane % 4 * 2 + (i & 1)], all[lane].d[i]);
+}
+
+template <class Line>
+void mma(const char* name, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t a_scales, uint32_t b_scales) {
+  const Fragments mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, a_scales, b_scales, {d[0], d[1], d[2], d[3]}};
+  std::memcpy(d, simt::together<Results>(name, mine, make<Line>).d, sizeof(d));
 }
 
 }  // namespace simt_block_scaled
 
 inline void mma_nvfp4(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t a_scales, uint32_t b_scales) {
-  simt_block_scaled::mma<4, 16>(
-      "mma nvfp4", d, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, a_scales, b_scales}, [](uint32_t u) { return E2M1::signed_value(u & 15u); },
-      [](uint32_t u) { return decode_e4m3_scale(u & 0x7fu); });
+  simt_block_scaled::mma<simt::Fp4Line>("mma nvfp4", d, a, b, a_scales, b_scales);
 }
 
 inline void mma_mxfp8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t a_scales, uint32_t b_scales) {
-  simt_block_scaled::mma<8, 32>(
-      "mma mxfp8", d, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, a_scales, b_scales}, [](uint32_t u) { return decode_e4m3_scale(u & 0xffu); },
-      [](uint32_t u) { return decode_e8m0(u & 0xffu); });
+  simt_block_scaled::mma<simt::Fp8Line>("mma mxfp8", d, a, b, a_scales, b_scales);
 }
 
 #endif

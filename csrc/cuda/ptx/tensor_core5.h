@@ -1,10 +1,6 @@
 #pragma once
 #include "mbarrier.h"
 
-#if !defined(__CUDACC__)
-#include "../../numerics/e8m0.h"
-#endif
-
 // tcgen05, the fifth generation of tensor cores (PTX ISA 9.7.16; sm_100a, sm_103a). It is an engine of its own: a
 // thread hands it operands in shared memory and accumulators in tensor memory (128 lanes × 512 columns of 32 bits), and it
 // arrives at an mbarrier when it is done.
@@ -108,13 +104,8 @@ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(sta
 
 namespace simt_tensor {
 
-inline uint32_t& memory(simt::Block& block, uint32_t lane, uint32_t column) {
-  if (lane >= 128 || column >= block.tensor_columns) simt::fail("tcgen05: outside of tensor memory that was allocated");
-  return block.tensor_memory[lane * block.tensor_columns + column];
-}
-
-// A byte of an operand through its descriptor. The swizzle is on the bits of the address.
-inline uint8_t byte_of(const simt::Block& block, uint64_t descriptor, int row, int byte) {
+// Where a byte of an operand lies in shared memory, through its descriptor. The swizzle is on the bits of the address.
+inline size_t place_of(const simt::Block& block, uint64_t descriptor, int row, int byte) {
   const uint32_t start = (descriptor & 0x3fff) << 4, group = (descriptor >> 32 & 0x3fff) << 4, across = (descriptor >> 16 & 0x3fff) << 4;
   if ((descriptor >> 46 & 7) != 1) simt::fail("tcgen05: a descriptor without its constant");
   uint32_t address;
@@ -125,7 +116,13 @@ inline uint8_t byte_of(const simt::Block& block, uint64_t descriptor, int row, i
     address = start + row / 8 * group + byte / 16 * across + row % 8 * 16 + byte % 16;
   }
   if (address < 1024 || address - 1024 >= block.shared_bytes) simt::fail("tcgen05: a descriptor outside of shared memory");
-  return static_cast<uint8_t>(block.shared.get()[address - 1024]);
+  return address - 1024;
+}
+// Sixteen bytes side by side, read by the tensor core.
+inline const uint8_t* piece_of(simt::Block& block, uint64_t descriptor, int row, int byte, const simt::Order& order) {
+  const size_t place = place_of(block, descriptor, row, byte);
+  simt::engine_reads(block, place, 16, simt::block().tensor_engine, order);
+  return reinterpret_cast<const uint8_t*>(block.shared.get()) + place;
 }
 
 // The blocks of a group, none of which may have exited.
@@ -140,113 +137,117 @@ std::array<simt::Block*, kCtas> group() {
   return blocks;
 }
 
-// kBits: of an element; value(byte or nibble), scale(byte); the instruction's K is 256 / kBits.
-template <int kCtas, int kBits, int kBlock, class Value, class Scale>
-void mma(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales, bool add, Value value,
-         Scale scale) {
-  constexpr int kSize = 256 / kBits;
+// Scales lie in each quarter of the lanes on their own: rows 32 q to 32 q + 31 of d are made with those of quarter q.
+template <int kCtas, class Line>
+void mma(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales, bool add,
+         const simt::Order& order) {
   const int n = (instruction >> 17 & 63) * 8;
   if ((instruction >> 27 & 3) != kCtas || n == 0) simt::fail("tcgen05.mma: an instruction descriptor that is not 128 rows for each CTA");
   if (n % (16 * kCtas) != 0) simt::fail("tcgen05.mma: columns that the group cannot share");
   const uint32_t a_byte = instruction >> 29 & 3, b_byte = instruction >> 4 & 3;
   const auto blocks = group<kCtas>();
-  for (simt::Block* own : blocks) {
-    // Row `row` of an operand in the shared memory of `block`; its scales are row `scaled` in this CTA's tensor memory.
-    const auto element = [&](simt::Block* block, uint64_t operand, int row, uint32_t scales, uint32_t first, int scaled, int k) {
-      const uint32_t code = byte_of(*block, operand, row, k * kBits / 8) >> (k * kBits % 8);
-      const uint32_t factor = memory(*own, scaled % 32, (scales & 0xffff) + scaled / 32) >> (8 * (first + k / kBlock));
-      return static_cast<double>(value(code)) * static_cast<double>(scale(factor & 0xff));
-    };
-    std::vector<double> rows(128 * kSize), columns(n * kSize);
-    for (int m = 0; m < 128; ++m)
-      for (int k = 0; k < kSize; ++k) rows[m * kSize + k] = element(own, a, m, a_scales, a_byte, m, k);
-    for (int c = 0; c < n; ++c)
-      for (int k = 0; k < kSize; ++k) columns[c * kSize + k] = element(blocks[c / (n / kCtas)], b, c % (n / kCtas), b_scales, b_byte, c, k);
-    for (int m = 0; m < 128; ++m)
-      for (int c = 0; c < n; ++c) {
-        float old = 0.0f;
-        if (add) std::memcpy(&old, &memory(*own, m, (d & 0xffff) + c), 4);
-        double sum = old;
-        for (int k = 0; k < kSize; ++k) sum += rows[m * kSize + k] * columns[c * kSize + k];
-        const float rounded = simt::round_sum(sum);
-        std::memcpy(&memory(*own, m, (d & 0xffff) + c), &rounded, 4);
-      }
-  }
+  std::array<Line, 32> rows;
+  std::vector<Line> columns(n);
+  for (simt::Block* own : blocks)
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      // Row `row` of an operand in the shared memory of `block`; its scales are row `scaled` in this quarter.
+      const auto decode = [&](Line& line, simt::Block* block, uint64_t operand, int row, uint32_t scales, uint32_t first, int scaled) {
+        uint8_t codes[32];
+        for (int half = 0; half < 2; ++half) std::memcpy(codes + 16 * half, piece_of(*block, operand, row, 16 * half, order), 16);
+        line.decode(codes, simt::tensor_word(*own, 32 * quarter + scaled % 32, (scales & 0xffff) + scaled / 32) >> (8 * first));
+      };
+      for (int r = 0; r < 32; ++r) decode(rows[r], own, a, 32 * quarter + r, a_scales, a_byte, 32 * quarter + r);
+      for (int c = 0; c < n; ++c) decode(columns[c], blocks[c / (n / kCtas)], b, c % (n / kCtas), b_scales, b_byte, c);
+      for (int r = 0; r < 32; ++r)
+        for (int c = 0; c < n; ++c) {
+          const int lane = 32 * quarter + r, column = (d & 0xffff) + c;
+          uint32_t& at = simt::tensor_word(*own, lane, column);
+          float sum = 0.0f;
+          if (add) std::memcpy(&sum, &at, 4);
+          sum = simt::dot(rows[r], columns[c], sum);
+          std::memcpy(&at, &sum, 4);
+          simt::tensor_writes(simt::tensor_cell(*own, lane, column), simt::block().tensor_engine, order);
+        }
+    }
 }
 
 template <int kCtas>
-void issue(bool copy_of_scales, std::function<void()> run) {
+void issue(bool copy_of_scales, std::function<void(const simt::Order&)> run) {
   if (kCtas > 1 && simt::block().rank != 0) simt::fail("tcgen05: the CTA that does not lead the pair hands over work");
-  simt::block().tensor.push_back({copy_of_scales, std::move(run)});
+  const simt::Order order = simt::order(simt::block().tensor_engine, simt::me().agent.fenced);
+  simt::block().tensor.push_back({copy_of_scales, [run = std::move(run), order] { run(order); }});
 }
 
 }  // namespace simt_tensor
 
-// To allocate and to free may make a pair's CTAs wait for each other: nothing may be built on that.
+// In a pair both CTAs take part, so both must run.
 template <int kCtas>
-void tensor_alloc(uint32_t* address, int columns) {
-  if (columns < 32 || columns > 512 || (columns & (columns - 1))) simt::fail("tcgen05.alloc: not a power of two from 32 to 512");
+__attribute__((always_inline)) inline void tensor_alloc(uint32_t* address, int columns) {
+  simt::check_aligned("tcgen05.alloc");
   if (kCtas > 1 && !simt::cluster_has_met()) simt::fail("tcgen05.alloc: the other CTA of the pair may not run yet");
-  if (simt::me().lane == 0) {
-    *address = 0;
-    simt::block().tensor_columns = columns;
-    simt::block().tensor_memory.assign(128 * columns, 0x7fc0dead);
-  }
+  if (simt::me().lane == 0) *address = simt::tensor_allocate(columns);
   simt::meet_warp("tcgen05.alloc");
 }
 template <int kCtas>
-void tensor_free(uint32_t, int columns) {
-  if (columns != static_cast<int>(simt::block().tensor_columns)) simt::fail("tcgen05.dealloc: other columns than were allocated");
+__attribute__((always_inline)) inline void tensor_free(uint32_t address, int columns) {
+  simt::check_aligned("tcgen05.dealloc");
   simt::meet_warp("tcgen05.dealloc");
-  simt::block().tensor_columns = 0;
+  bool outstanding = false;
+  for (int rank = 0; rank < kCtas; ++rank) outstanding |= !(kCtas == 1 ? simt::block() : simt::block_of_cluster(rank)).tensor.empty();
+  if (simt::me().lane == 0) simt::tensor_release(address, columns, outstanding);
 }
 
 template <int kCtas>
 void tensor_copy_scales(uint32_t to, uint64_t atom) {
-  simt_tensor::issue<kCtas>(true, [=] {
+  simt_tensor::issue<kCtas>(true, [=](const simt::Order& order) {
     for (simt::Block* block : simt_tensor::group<kCtas>())
-      for (int row = 0; row < 32; ++row)
-        for (int column = 0; column < 4; ++column) {
-          uint32_t word = 0;
-          for (int k = 0; k < 4; ++k) word |= static_cast<uint32_t>(simt_tensor::byte_of(*block, atom, row, column * 4 + k)) << (8 * k);
-          for (int quarter = 0; quarter < 4; ++quarter) simt_tensor::memory(*block, quarter * 32 + row, (to & 0xffff) + column) = word;
-        }
+      for (int row = 0; row < 32; ++row) {
+        const uint8_t* words = simt_tensor::piece_of(*block, atom, row, 0, order);
+        for (int column = 0; column < 4; ++column)
+          for (int quarter = 0; quarter < 4; ++quarter)
+            std::memcpy(&simt::tensor_word(*block, quarter * 32 + row, (to & 0xffff) + column), words + 4 * column, 4);
+      }
   });
 }
 template <int kCtas>
 void tensor_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales, bool add) {
   if ((instruction >> 7 & 7) != 1 || (instruction >> 10 & 3) != 1 || (instruction >> 23 & 1)) simt::fail("tcgen05.mma: not NVFP4");
-  simt_tensor::issue<kCtas>(false, [=] {
-    simt_tensor::mma<kCtas, 4, 16>(
-        d, a, b, instruction, a_scales, b_scales, add, [](uint32_t u) { return E2M1::signed_value(u & 15u); },
-        [](uint32_t u) { return decode_e4m3_scale(u & 0x7fu); });
+  simt_tensor::issue<kCtas>(false, [=](const simt::Order& order) {
+    simt_tensor::mma<kCtas, simt::Fp4Line>(d, a, b, instruction, a_scales, b_scales, add, order);
   });
 }
 template <int kCtas>
 void tensor_mma_mxfp8(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales, uint32_t b_scales, bool add) {
   if ((instruction >> 7 & 63) || !(instruction >> 23 & 1)) simt::fail("tcgen05.mma: not MXFP8");
-  simt_tensor::issue<kCtas>(false, [=] {
-    simt_tensor::mma<kCtas, 8, 32>(
-        d, a, b, instruction, a_scales, b_scales, add, [](uint32_t u) { return decode_e4m3_scale(u & 0xffu); },
-        [](uint32_t u) { return decode_e8m0(u); });
+  simt_tensor::issue<kCtas>(false, [=](const simt::Order& order) {
+    simt_tensor::mma<kCtas, simt::Fp8Line>(d, a, b, instruction, a_scales, b_scales, add, order);
   });
 }
 // The arrival at the other CTA travels: it may come late, and after a later one.
 template <int kCtas>
 void tensor_commit(uint64_t* barrier) {
-  simt_tensor::issue<kCtas>(false, [=] {
-    mbarrier_arrive<1>(barrier);
+  simt_tensor::issue<kCtas>(false, [=](const simt::Order& order) {
+    const simt::Message done = simt::done(simt::block().tensor_engine, order);
+    simt::barrier_engine_arrives(simt::block(), barrier, done, order.knew);
     for (int rank = 1; rank < kCtas; ++rank)
-      simt::block().bulk.push_back({false, [=] { mbarrier_arrive<1>(static_cast<uint64_t*>(simt::in_block(rank, barrier))); }});
+      simt::block().bulk.push_back({false, [=] {
+                                      void* other = simt::in_block(rank, barrier);
+                                      simt::barrier_engine_arrives(simt::block_of_cluster(rank), other, done, order.knew);
+                                    }});
   });
+  ++simt::block().tensor_engine.epoch;
 }
-inline void tensor_fence_before() {}
-inline void tensor_fence_after() {}
+inline void tensor_fence_before() { simt::tensor_fence_before(simt::me().agent); }
+inline void tensor_fence_after() { simt::tensor_fence_after(simt::me().agent); }
 
-inline void tensor_load_16(float (&r)[16], uint32_t address) {
+__attribute__((always_inline)) inline void tensor_load_16(float (&r)[16], uint32_t address) {
+  simt::check_aligned("tcgen05.ld");
   const int first = simt::me().warp % 4 * 32;
   if (static_cast<int>(address >> 16) != first) simt::fail("tcgen05.ld: a warp reads lanes that are not its own");
-  for (int i = 0; i < 16; ++i) std::memcpy(&r[i], &simt_tensor::memory(simt::block(), first + simt::me().lane, (address & 0xffff) + i), 4);
+  for (int i = 0; i < 16; ++i) {
+    std::memcpy(&r[i], &simt::tensor_word(simt::block(), first + simt::me().lane, (address & 0xffff) + i), 4);
+    simt::tensor_reads(simt::tensor_cell(simt::block(), first + simt::me().lane, (address & 0xffff) + i));
+  }
   simt::meet_warp("tcgen05.ld");
 }
 

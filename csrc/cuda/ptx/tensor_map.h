@@ -66,19 +66,27 @@ inline cudaError_t make_tensor_map(TensorMap& map, const void* matrix, int64_t r
 template <int kCtas>
 void copy_box(void* to, const TensorMap* map, int byte, int row, uint64_t* barrier) {
   if (reinterpret_cast<uintptr_t>(to) % 1024 != 0) simt::fail("cp.async.bulk.tensor: a swizzled box begins at a multiple of 1024");
-  simt::block().bulk.push_back({false, [to, m = *map, byte, row, barrier] {
-                                  for (int r = 0; r < m.box_rows; ++r)
-                                    for (int b = 0; b < kBoxBytes; b += 16) {
-                                      char* piece = static_cast<char*>(to) + r * kBoxBytes + (b ^ (r % 8 * 16));
-                                      if (row + r < m.rows && byte + b < m.row_bytes)
-                                        std::memcpy(piece, m.matrix + (row + r) * m.row_bytes + byte + b, 16);
-                                      else
-                                        std::memset(piece, 0, 16);
-                                    }
-                                  auto* counted = static_cast<SimtBarrier*>(kCtas == 1 ? barrier : simt::in_block(0, barrier));
-                                  counted->bytes -= m.box_rows * kBoxBytes;
-                                  counted->turn_if_all_have_come();
-                                }});
+  simt::Block& own = simt::block();
+  const size_t offset = static_cast<char*>(to) - shared_memory();
+  if (offset + map->box_rows * kBoxBytes > own.shared_bytes) simt::fail("cp.async.bulk.tensor: beyond shared memory");
+  const simt::Order order = simt::order(own.bulk_engine, simt::me().agent.knows);
+  ++own.bulk_engine.epoch;
+  simt::engine_copy_begins(own, offset, map->box_rows * kBoxBytes, order);
+  own.bulk.push_back({false, [to, m = *map, byte, row, barrier, order, offset] {
+                        for (int r = 0; r < m.box_rows; ++r)
+                          for (int b = 0; b < kBoxBytes; b += 16) {
+                            char* piece = static_cast<char*>(to) + r * kBoxBytes + (b ^ (r % 8 * 16));
+                            if (row + r < m.rows && byte + b < m.row_bytes)
+                              std::memcpy(piece, m.matrix + (row + r) * m.row_bytes + byte + b, 16);
+                            else
+                              std::memset(piece, 0, 16);
+                          }
+                        simt::Block& block = simt::block();
+                        simt::engine_copy_ends(block, offset, m.box_rows * kBoxBytes, block.bulk_engine, order);
+                        void* counted = kCtas == 1 ? barrier : simt::in_block(0, barrier);
+                        simt::barrier_engine_counts(kCtas == 1 ? block : simt::block_of_cluster(0), counted, m.box_rows * kBoxBytes,
+                                                    simt::done(block.bulk_engine, {{}, {}, order.rank, order.epoch}), order.knew);
+                      }});
 }
 
 #endif

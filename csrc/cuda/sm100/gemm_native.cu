@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         copy_scales<Format>(a.w, rows.expert * a.w.rows + n0, a.w.rows - n0, at, stage.w_scales);
         commit_copies();
         wait_copies<0>();
-        fence_for_engines();
+        fence_for_engines<kCtas>();
         arrive_of_warp<kCtas>(full + stage.at);
       }
     }
