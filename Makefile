@@ -149,8 +149,13 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
 docs: $(VENV)/.docs  ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-kernels: $(VENV)/.packages  ## compile every CUDA kernel for every architecture; needs nvcc, but neither a GPU nor a CUDA torch
-	$(PY) -m cmake -S . -B build/kernels -G Ninja -DFP4EXT_CUDA=KERNELS -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release
+# nvcc of pip, since from 12.8 to 13.2 it is known to miscompile divergent code (docs/blackwell.md); else the system's.
+$(VENV)/.nvcc: constraints.txt | $(VENV)/.packages
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl || echo "no nvcc from pip: the system's compiles the kernels"
+	@touch $@
+PIP_NVCC = $(abspath $(firstword $(wildcard $(VENV)/lib/python*/site-packages/nvidia/cu*/bin/nvcc)))
+kernels: $(VENV)/.nvcc  ## compile every CUDA kernel for every architecture; needs neither a GPU nor a CUDA torch
+	CUDACXX=$(or $(PIP_NVCC),nvcc) $(PY) -m cmake -S . -B build/kernels -G Ninja -DFP4EXT_CUDA=KERNELS -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_BUILD_TYPE=Release
 	$(PY) -m cmake --build build/kernels --target fp4ext_all_kernels
 
 clean:  ## remove what was built (not .venv, not runs)

@@ -13,6 +13,7 @@ using namespace fp4ext;
 PYBIND11_MODULE(_C, m) {
   m.attr("build_note") = FP4EXT_BUILD_NOTE;
   m.attr("cuda_kernel_sets") = FP4EXT_CUDA_KERNEL_SETS;
+  m.attr("nvcc") = FP4EXT_NVCC;  // the version that compiled them; empty without
   m.def("isa", [] { return cpu::isa_name(cpu::isa_in_use()); }, "The instruction set the CPU kernels use.");
   m.def(
       "isas",

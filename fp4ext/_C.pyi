@@ -1,5 +1,6 @@
 build_note: str
-cuda_kernel_sets: bool
+cuda_kernel_sets: str
+nvcc: str
 
 def isa() -> str: ...
 def isas() -> list[str]: ...

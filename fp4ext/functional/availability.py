@@ -19,6 +19,8 @@ def backends() -> dict[str, str]:
     - cublas: torch's scaled_mm on codes and scales; sm_100 and later; not row-invariant.
     - native: the block-scaled tensor cores of Blackwell. The first call tests them on this device; on sm_100 the line
       also says whether pairs of thread blocks passed, and are used.
+
+    The lines of fp4ext's own kernels say which nvcc compiled them.
     """
     runs, threads = ", ".join(_C.isas()), torch.get_num_threads()
     report = {"cpu": f"available: {_C.isa()} in use, this CPU runs {runs}, {threads} threads"}
@@ -26,8 +28,9 @@ def backends() -> dict[str, str]:
         why = "built, but torch finds no CUDA device" if _C.cuda_kernel_sets else f"not built: {_C.build_note}"
         return report | dict.fromkeys(("emulated", "fast", "cublas", "native"), why)
     device = torch.cuda.current_device()
-    report["emulated"] = _C.emulated_status(device)
+    compiled = f"; compiled by nvcc {_C.nvcc}"
+    report["emulated"] = _C.emulated_status(device) + compiled
     report["fast"] = _C.fast_status(device)
     report["cublas"] = cublas.status(device)
-    report["native"] = _C.native_status(device)
+    report["native"] = _C.native_status(device) + compiled
     return report

@@ -96,13 +96,20 @@ def _tree(edits: dict[Path, str]) -> Path:
         generated.write_text(schemas())
     if not edits:
         return ROOT
-    tree = OUT / "tree" / _hash(*(f"{path}{text}" for path, text in edits.items()))
+    tree = OUT / "tree" / _hash(_sources_hash(), *(f"{path}{text}" for path, text in edits.items()))
     if not tree.exists():
         shutil.copytree(CSRC, tree / "csrc")
         shutil.copytree(HERE, tree / "tests" / "simt", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         for path, text in edits.items():
             (tree / path.relative_to(ROOT)).write_text(text)
     return tree
+
+
+@cache
+def _sources_hash() -> str:
+    """Of all that a copy of the sources holds: a copy of older ones would be another program."""
+    files = [path for path in (*CSRC.rglob("*"), *HERE.iterdir()) if path.is_file() and path.suffix != ".py"]
+    return _hash(*(f"{path.relative_to(ROOT)}\n{path.read_text()}" for path in sorted(files)))
 
 
 def _object(path: Path, tree: Path, edits: dict[Path, str], flags: list[str]) -> Path:
