@@ -41,10 +41,10 @@ demo: build  ## the four stages on a small mixture of experts: pretrain (bf16, n
 
 WORKERS ?= auto
 test: build  ## the test suite, a process for each core (WORKERS=1: one), without its long campaigns
-	$(PY) -m pytest -n $(WORKERS) -m 'not slow'
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m 'not slow'
 
 test-slow: build  ## the long campaigns, which CI runs too
-	$(PY) -m pytest -n $(WORKERS) -m 'slow and not fuzz'
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m 'slow and not fuzz'
 
 test-one: build  ## one file or test, in this process: make test-one T=tests/nn/test_dense.py
 	$(PY) -m pytest $(T)

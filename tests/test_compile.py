@@ -163,14 +163,21 @@ def check_training(name, policy, way, backend, steps):
         assert_bytes_equal(a, b)
 
 
-@pytest.mark.parametrize("policy", RANDOM)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["attention", "mixture"])
+# All that is compiled is the same under every policy but for the recipe: each way for one, each policy for one way.
+COMPILED = [
+    pytest.param(name, way, policy, marks=() if way == "compiled" or policy == "end_to_end" else pytest.mark.slow)
+    for name in ("attention", "mixture")
+    for way in WAYS
+    for policy in RANDOM
+]
+
+
+@pytest.mark.parametrize(("name", "way", "policy"), COMPILED)
 def test_compiled_training_is_eager_training(name, way, policy):
     check_training(name, policy, way, "aot_eager", steps=4)
 
 
-@pytest.mark.parametrize("policy", ["nvidia", "end_to_end"])
+@pytest.mark.parametrize("policy", [pytest.param("nvidia", marks=pytest.mark.slow), "end_to_end"])
 @pytest.mark.parametrize("name", ["attention", "twice", "wide"])
 def test_by_inductor(name, policy):
     check_training(name, policy, "compiled", "inductor", steps=3)

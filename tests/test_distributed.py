@@ -17,6 +17,8 @@ from fp4ext.functional.grouped import expert_ends
 from fp4ext.testing import assert_bytes_equal
 from tests.ranks import run
 
+pytestmark = pytest.mark.xdist_group("distributed")  # ranks are spawned once for all tests of this file
+
 POLICIES = ["bf16", "nvidia", "end_to_end"]
 
 
@@ -71,13 +73,33 @@ CASES = {
 }
 
 
+# Compiling takes most of the time: one policy stands for the others.
+SLOW = {case: program for case, program in CASES.items() if case[3] and case[1] != "end_to_end"}
+QUICK = {case: program for case, program in CASES.items() if case not in SLOW}
+
+
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run(CASES, 2, tmp_path_factory.mktemp("two"))
+def quick(tmp_path_factory):
+    return run(QUICK, 2, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize(("wrap", "policy", "kind", "compiled"), CASES)
-def test_gradients_are_the_mean_of_the_ranks(wrap, policy, kind, compiled, two):
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    return run(SLOW, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize(("wrap", "policy", "kind", "compiled"), QUICK)
+def test_gradients_are_the_mean_of_the_ranks(wrap, policy, kind, compiled, quick):
+    check_mean(wrap, policy, kind, compiled, quick)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrap", "policy", "kind", "compiled"), SLOW)
+def test_compiled_gradients_are_the_mean_of_the_ranks(wrap, policy, kind, compiled, slow):
+    check_mean(wrap, policy, kind, compiled, slow)
+
+
+def check_mean(wrap, policy, kind, compiled, two):
     ranks = []
     for rank in range(2):
         fp4ext.set_draw_rank(rank)

@@ -9,6 +9,8 @@ from fp4ext.conversion.wrapped import class_of
 from fp4ext.testing import assert_bytes_equal
 from tests.ranks import run
 
+pytestmark = pytest.mark.xdist_group("wrapped")  # ranks are spawned once for all tests of this file
+
 
 def sharded(convert_first):
     from torch.distributed.fsdp import fully_shard

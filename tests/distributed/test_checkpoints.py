@@ -16,6 +16,8 @@ import fp4ext
 from fp4ext.testing import assert_bytes_equal
 from tests.ranks import run
 
+pytestmark = pytest.mark.xdist_group("checkpoints")  # ranks are spawned once for all tests of this file
+
 
 def sharded(wire):
     from torch.distributed.fsdp import fully_shard

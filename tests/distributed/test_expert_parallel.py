@@ -12,6 +12,8 @@ from fp4ext.errors import Refused
 from fp4ext.testing import assert_bytes_equal
 from tests.ranks import run
 
+pytestmark = pytest.mark.xdist_group("expert_parallel")  # ranks are spawned once for all tests of this file
+
 EXPERTS, FEATURES, HIDDEN, PAST = 4, 64, 32, 2
 POLICIES = ["bf16", "mxfp8", "nvidia", "end_to_end"]
 DETERMINISTIC = {"bf16", "mxfp8"}

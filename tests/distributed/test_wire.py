@@ -11,6 +11,8 @@ from fp4ext.errors import Refused
 from fp4ext.testing import assert_bytes_equal
 from tests.ranks import run
 
+pytestmark = pytest.mark.xdist_group("wire")  # ranks are spawned once for all tests of this file
+
 POLICIES = ["nvidia", "four_over_six", "quartet2", "end_to_end", "mxfp8_backward"]
 
 

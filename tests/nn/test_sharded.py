@@ -22,6 +22,8 @@ from fp4ext.policy import Spec
 from fp4ext.testing import assert_bytes_equal
 from tests.ranks import run
 
+pytestmark = pytest.mark.xdist_group("sharded")  # ranks are spawned once for all tests of this file
+
 POLICIES = ["bf16", "mxfp8", "nvidia", "four_over_six", "quartet2", "end_to_end"]
 CLOSE, ONE_CODE = 3e-5, 5e-3
 

@@ -39,7 +39,7 @@ def gradients(m, f):
     return [p.grad.clone() for p in m.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("policy", ["nvidia", "end_to_end"])
+@pytest.mark.parametrize("policy", [pytest.param("nvidia", marks=pytest.mark.slow), "end_to_end"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_training_step(name, policy):
     m = model(name, policy)
@@ -61,6 +61,7 @@ def test_a_training_step_by_inductor(name, policy):
         assert (a - b).norm() <= 5e-2 * b.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_samplers_steps(name):
     """Prompts and decode steps: no graph break, and other lengths need no other graph."""
