@@ -1,17 +1,17 @@
 #pragma once
 #include <cstdint>
 
-// What tensor cores make of a sum of products, after the measurements of MMA-Sim (arXiv 2511.10909), whose authors report that hardware
-// agrees bit for bit. A product of significands in [1, 2) has the sum of both exponents, whether or not it reaches 2. All terms of a sum,
-// and what it is added to, are cut off toward zero F bits below the largest exponent among them, added exactly, and the sum is rounded
-// toward zero to fp32:
+// What tensor cores make of a sum of products, after the measurements of MMA-Sim (arXiv 2511.10909), whose authors
+// report that hardware agrees bit for bit. A product of significands in [1, 2) has the sum of both exponents, whether
+// or not it reaches 2. All terms of a sum, and what it is added to, are cut off toward zero F bits below the largest
+// exponent among them, added exactly, and the sum is rounded toward zero to fp32:
 //
 //   bf16    F = 24, eight products at a time (sm_80 to sm_89); F = 25, sixteen (since sm_90)
 //   MXFP8   F = 25, 32 products, their scales' exponents added
-//   NVFP4   F = 35, four terms: a block's sixteen products are summed exactly and have the exponent of both scales alone
+//   NVFP4   F = 35, four terms: a block's sixteen products are summed exactly, with the exponent of both scales
 //
-// Two more arithmetics, which no hardware has, tell an error of a kernel from one of rounding: the exact sum, rounded once to nearest or
-// toward zero.
+// Two more arithmetics, which no hardware has, tell an error of a kernel from one of rounding: the exact sum, rounded
+// once to nearest or toward zero.
 namespace simt {
 
 enum class Arithmetic { hardware, nearest, toward_zero };

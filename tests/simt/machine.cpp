@@ -108,8 +108,8 @@ void start_block(Block& b, Dim3 threads, size_t shared_bytes) {
   }
 }
 
-// One step of a block's engines: bulk copies land in any order; the tensor core works in order, but for what the ISA leaves
-// open. Returns whether there was anything to do.
+// One step of a block's engines: bulk copies land in any order; the tensor core works in order, but for what the ISA
+// leaves open. Returns whether there was anything to do.
 bool step_engines(Block& b) {
   auto& dice = machine.dice;
   std::vector<Job>* jobs = &b.tensor;

@@ -26,11 +26,12 @@
 //   shared memory    = an allocation of exactly the size asked for, filled with garbage
 //   asynchronous     = a copy that lands as late, or as early, as the ISA allows; a tensor core that is its own engine
 //
-// Adversarial on purpose: a warp runs as far as it can while the others stand still, in an order that the seed chooses; so
-// does a block of a cluster, and now and then some lanes of a warp. A missing barrier then shows as a wrong result, a
-// barrier that not all threads reach as a deadlock, and a pointer that is not aligned, or to a block that has exited, as
-// an error. Who may rely on whose writes is counted besides (races.h), so that a missing fence or a scope too small is an
-// error under every schedule. What it cannot see: speed, typos in the text of an instruction, an ISA misread on both sides.
+// Adversarial on purpose: a warp runs as far as it can while the others stand still, in an order that the seed chooses;
+// so does a block of a cluster, and now and then some lanes of a warp. A missing barrier then shows as a wrong result,
+// a barrier that not all threads reach as a deadlock, and a pointer that is not aligned, or to a block that has exited,
+// as an error. Who may rely on whose writes is counted besides (races.h), so that a missing fence or a scope too small
+// is an error under every schedule. What it cannot see: speed, typos in the text of an instruction, an ISA misread on
+// both sides.
 namespace simt {
 
 enum class Async { early, late, random };
@@ -199,8 +200,8 @@ void copy_async(void* to, const void* from, size_t bytes, bool exists);
 void commit_copies();
 void wait_copies(size_t pending_groups);
 
-// Runs the blocks of a grid, in clusters of so many along x. Returns 0, or 1 where the machine ended the launch: last_error()
-// says why.
+// Runs the blocks of a grid, in clusters of so many along x. Returns 0, or 1 where the machine ended the launch:
+// last_error() says why.
 int run(Dim3 grid, Dim3 threads, size_t shared_bytes, const std::function<void()>& body, unsigned cluster = 1);
 
 }  // namespace simt

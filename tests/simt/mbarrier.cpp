@@ -4,8 +4,8 @@
 namespace simt {
 namespace {
 
-// Of the block whose shared memory it lies in. Arrivals of threads are seen in their own block, and beyond it where both sides
-// name the cluster; those of engines by whoever waits.
+// Of the block whose shared memory it lies in. Arrivals of threads are seen in their own block, and beyond it where
+// both sides name the cluster; those of engines by whoever waits.
 struct Handed {
   std::array<Message, 2> own;  // by the arriving thread's block
   Message cluster, engines;

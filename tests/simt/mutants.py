@@ -198,7 +198,7 @@ def self_test(machine, kernel, sm):
 
 
 def finish(machine):
-    """What torch's product leaves, ended by the numerics contract: every row, column and both global scales."""
+    """What torch's product leaves, ended by the law: every row, column and both global scales."""
     machine.ops.set_device(0, 90)
     x, w = operand("nvfp4", 20, 128, seed=1, outer="row"), operand("nvfp4", 1030, 128, seed=2, outer="row")
     y = machine.ops.gemm(*x.parts, *w.parts, None, "float32", "fast", "fast")
@@ -314,7 +314,7 @@ MUTANTS = [
     ("neighbouring lanes are added first", "generic/gemm_lanes.cu", "fold<8>(acc);\n  fold<4>(acc);\n  fold<2>(acc);\n  fold<1>(acc);", "fold<8>(acc);\n  fold<4>(acc);\n  fold<1>(acc);\n  fold<2>(acc);", lanes),
     ("a lane keeps what the other keeps too", "generic/gemm_lanes.cu", "given = upper ? acc[i] : acc[i + kKept]", "given = upper ? acc[i + kKept] : acc[i]", lanes),
     ("the sixteens of a step change places", "generic/gemm_lanes.cu", "float4{first[2], second[2], first[3], second[3]}", "float4{second[2], first[2], second[3], first[3]}", lanes),
-    ("a zero more than the numerics contract has", "generic/gemm_lanes.cu", "if (kBoth) sum", "sum", lanes),
+    ("a zero more than the contract has", "generic/gemm_lanes.cu", "if (kBoth) sum", "sum", lanes),
     ("chunks of half their length", "generic/gemm_lanes.cu", "kPerChunk = kChunk / kStep", "kPerChunk = kChunk / kStep / 2", lanes),
     ("elements past the end", "generic/gemm_lanes.cu", "k_size - k < 4 ? k_size - k : 4", "4", lanes),
     ("the scale of the first block for all, lanes", "generic/gemm_lanes.cu", "scales[k >> shift()]", "scales[0]", lanes),
@@ -366,7 +366,6 @@ MUTANTS = [
     ("each CTA arrives at its own barriers", "sm100/gemm_native.cu", "mbarrier_arrive<kCtas>(barrier);", "mbarrier_arrive<1>(barrier);", sm100_pairs),
     ("the scales of one CTA are waited for", "sm100/gemm_native.cu", "mbarrier_init(full + s, kCtas + 1);", "mbarrier_init(full + s, 2);", sm100_pairs),
     ("the other CTA's sums are overwritten before they are read", "sm100/gemm_native.cu", "mbarrier_init(written + b, kCtas * kWriters);", "mbarrier_init(written + b, kWriters);", sm100_pairs),
-    ("nobody waits for the other CTA to make its barriers", "sm100/gemm_native.cu", "  tensor_fence_before();\n  meet_cluster<kCtas>();", "  tensor_fence_before();\n  __syncthreads();", sm100_pairs),
     ("a CTA exits while the other reaches into it", "sm100/gemm_native.cu", "  __syncwarp();\n  meet_cluster<kCtas>();", "  __syncwarp();\n  __syncthreads();", sm100_pairs),
     ("a CTA exits before the last arrivals", "sm100/gemm_native.cu", "i < end; ++i) mbarrier_wait(empty", "i < i; ++i) mbarrier_wait(empty", sm100_pairs),
     ("the other CTA hands over the work", "sm100/gemm_native.cu", "warp == kIssuer && tiles.rank == 0", "warp == kIssuer && tiles.rank == 1", sm100_pairs),
@@ -378,20 +377,11 @@ MUTANTS = [
     ("scales in one quarter of the lanes alone", "ptx/tensor_core5.h", "quarter < 4; ++quarter)\n            std::memcpy", "quarter < 1; ++quarter)\n            std::memcpy", sm100),
     ("a warp allocates where another has all", "sm100/gemm_native.cu", "if (warp == kIssuer) tensor_alloc", "if (warp >= kFetcher) tensor_alloc", sm100),
     ("tensor memory is freed twice", "sm100/gemm_native.cu", "if (warp == kIssuer) tensor_free", "if (warp >= kFetcher) tensor_free", sm100),
-    # Fences and scopes.
-    ("scales are not fenced for the tensor core", "sm100/gemm_native.cu", "        fence_for_engines<kCtas>();\n", "", sm100),
+    # Fences; each is dropped besides (SYNCHRONIZED).
     ("scales are fenced before they land", "sm100/gemm_native.cu", "        wait_copies<0>();\n        fence_for_engines<kCtas>();", "        fence_for_engines<kCtas>();\n        wait_copies<0>();", sm100),
-    ("barriers are not made known to engines", "sm100/gemm_native.cu", "    mbarriers_are_made();\n", "", sm100),
-    ("sums are read without a fence after the wait", "sm100/gemm_native.cu", "mbarrier_wait(summed + b, parity);\n      tensor_fence_after();", "mbarrier_wait(summed + b, parity);", sm100),
-    ("sums are handed back without a fence", "sm100/gemm_native.cu", "      tensor_fence_before();\n      arrive_of_warp", "      arrive_of_warp", sm100),
-    ("no fence after the wait for scales and codes", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);\n        tensor_fence_after();", "mbarrier_wait<kCtas>(full + stage.at, stage.parity);", sm100),
-    ("no fence after the allocation", "sm100/gemm_native.cu", "  tensor_fence_before();\n  meet_cluster", "  meet_cluster", sm100),
     ("tensor memory is freed while it is written", "sm100/gemm_native.cu", "  __syncwarp();\n  meet_cluster<kCtas>();\n  if (warp == kIssuer) tensor_free", "  __syncwarp();\n  if (warp == kIssuer) tensor_free", sm100),
     ("a pair allocates before its CTAs have met", "sm100/gemm_native.cu", "  if constexpr (kCtas > 1) meet_cluster<kCtas>();  // a pair allocates once both of its CTAs run\n", "", sm100_pairs),
-    ("scales are fenced for their own CTA alone", "sm100/gemm_native.cu", "fence_for_engines<kCtas>();", "fence_for_engines<1>();", sm100_pairs),
-    ("the wait for scales has the scope of a CTA", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(full + stage.at", "mbarrier_wait(full + stage.at", sm100_pairs),
-    ("the wait for sums that were read has the scope of a CTA", "sm100/gemm_native.cu", "mbarrier_wait<kCtas>(written + b", "mbarrier_wait(written + b", sm100_pairs),
-    # Grids.
+    # Grids and addresses.
     ("tiles along y", "sm80/gemm_invariant.cu", "const dim3 grid(static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));", "const dim3 grid(1, static_cast<unsigned>((args.w.rows + kTile - 1) / kTile * most_tiles(args, kTile)));", many_tiles),
     ("words of codes at any address", "generic/number.cuh", "if (!is_aligned(p, 4 * kWords)) {", "if (false) {", odd_codes),
     # What the self-test of a device would meet if an instruction were misread.
@@ -428,6 +418,7 @@ SYNCHRONIZATION = re.compile(
 )
 # What is right without them, and why they are there.
 REDUNDANT = {
+    "for one block meet_cluster<kCtas>(), number 2 in sm100/gemm_native.cu": "barriers are known since the pair first met, and a CTA hands over scales after it has allocated",
     "without __syncwarp(), number 2 in sm100/gemm_native.cu": "the thread that made the barriers is of another warp than allocates",
     "without tensor_fence_after(), number 1 in sm100/gemm_native.cu": "a fence follows each wait before tcgen05 is issued",
     "without tensor_fence_after(), number 3 in sm100/gemm_native.cu": "the fence after the wait for the step follows, and nothing is issued between",

@@ -10,18 +10,20 @@
 //
 //   an agent      a thread of the cluster, or an engine of one of its blocks: its tensor core, its bulk copies
 //   an epoch      an agent's accesses between two of its releases
-//   a clock       of each agent the last epoch that is known; what is not known is not ordered, so to touch it is a race
+//   a clock       of each agent the last epoch that is known; to touch what is not known, so not ordered, is a race
 //
-// A thread hands its clock over where it releases (a barrier, an arrival, __syncwarp; a shuffle hands over nothing) and takes that of
-// others where it acquires. Three kinds of accesses have clocks of their own:
+// A thread hands its clock over where it releases (a barrier, an arrival, __syncwarp; a shuffle hands over nothing) and
+// takes that of others where it acquires. Three kinds of accesses have clocks of their own:
 //
 //   generic   loads, stores and cp.async of threads
-//   proxied   those of the generic accesses that a fence.proxy.async has handed to the async proxy, which bulk copies and the tensor core
-//             read shared memory by: in the thread's own block, and in the cluster (.shared::cta, .shared::cluster)
+//   proxied   those of the generic accesses that a fence.proxy.async has handed to the async proxy, by which bulk copies
+//             and the tensor core read shared memory: in the thread's own block, or in the cluster (.shared::cta,
+//             .shared::cluster)
 //   tensor    accesses to tensor memory, which cross a synchronization of threads by tcgen05.fence alone
 //
-// The compiler calls a hook at each access of a kernel (-fsanitize=thread, with this in the place of its runtime). What is watched is
-// shared memory and tensor memory; to memory of the device blocks of one launch write side by side, and nothing is known of it here.
+// The compiler calls a hook at each access of a kernel (-fsanitize=thread, with this in the place of its runtime). What
+// is watched is shared memory and tensor memory; to memory of the device blocks of one launch write side by side, and
+// nothing is known of it here.
 namespace simt {
 
 using Epochs = std::vector<uint32_t>;
@@ -64,7 +66,8 @@ void bring(Agent& a, Meeting& m);
 void fence_proxy(Agent& a, Scope scope);
 void tensor_fence_before(Agent& a);
 void tensor_fence_after(Agent& a);
-// What an engine is told with its work: by a thread of which block, what that knew, and which epoch of the engine it is.
+// What an engine is told with its work: by a thread of which block, what that knew, and which epoch of the engine it
+// is.
 struct Order {
   Knowledge knew;
   Clock heard;  // of `knew`, without what the thread did itself
