@@ -69,6 +69,7 @@ __all__ = [
     "quantize",
     "refit",
     "revert",
+    "rl",
     "set_draw_rank",
     "set_step",
     "stage",
@@ -78,7 +79,7 @@ __all__ = [
 
 
 _EAGER = ("policy", "functional", "nn", "conversion")
-_LAZY = ("audit", "distributed", "export", "integrations", "train")
+_LAZY = ("audit", "distributed", "export", "integrations", "rl", "train")
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ ORDER = """
     nn
     conversion
     fp4ext
-    audit distributed export integrations
+    audit distributed export integrations rl
     train
     cli
     __main__

@@ -21,7 +21,9 @@ from ..runs import typed
 from ..runs.checkpoint import MOST
 from ..runs.config import RUN
 from ..runs.presets import whole
-from . import arms, grpo
+from . import arms
+
+LEVELS = ("token", "sequence")  # of what the loss is a mean
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Config:
         policy: whose 4 bits the arms use: a name, or a .toml or .json file; afterwards its name.
         steps, prompts, group: updates; prompts a step; completions of each.
         updates: minibatches a step, each an update of its own.
-        lr, clip, kl_coef, level: see grpo.py; the KL is to the weights at the start.
+        lr, clip, kl_coef, level: see fp4ext.rl.Objective; level is its mean; the KL is to the weights at the start.
         temperature: of sampling and of the log-probs.
         kv_cache: "bf16", "mxfp8" or "nvfp4": what the sampler keeps keys and values in; the trainer rounds likewise.
         slots, rows: how many sequences the sampler and the trainer take at a time.
@@ -100,8 +102,8 @@ class Config:
             raise Refused(f"--kl-coef: {self.kl_coef}; accepted: 0 or more")
         if self.kv_cache not in cache.FORMATS:
             raise Refused(f"--kv-cache: {self.kv_cache!r}; accepted: {', '.join(cache.FORMATS)}")
-        if self.level not in grpo.LEVELS:
-            raise Refused(f"--level: {self.level!r}; accepted: {', '.join(grpo.LEVELS)}")
+        if self.level not in LEVELS:
+            raise Refused(f"--level: {self.level!r}; accepted: {', '.join(LEVELS)}")
         if self.source is not None:
             put("source", str(Path(self.source).absolute()))
         if self.task is not None:

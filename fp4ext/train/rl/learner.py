@@ -2,7 +2,7 @@
 
     rollout    prompts(seed, step), a group of completions each, from the packed sampler; rewards from the task
     measure    the trainer's log-probs of the same tokens: how far it disagrees with its sampler
-    update     GRPO over minibatches of whole groups, backward through stage "rl_trainer"
+    update     the objective of fp4ext.rl over minibatches of whole groups, backward through stage "rl_trainer"
     refit      new codes into the sampler, in place
 
 Prompts, random streams and the order of minibatches are functions of (seed, step): arms see the same, and a resumed run
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import fp4ext
+from fp4ext import rl
 
 from .. import task
 from ..models import build
@@ -28,7 +29,7 @@ from ..runs import checkpoint
 from ..runs.presets import Shape
 from ..sampler import Completion, Request
 from ..whole import Whole, sampler_of, shaped
-from . import grpo
+from . import correction
 from .arms import choose
 from .config import Config
 
@@ -83,6 +84,9 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
+        self.objective = rl.Objective(
+            low=min(config.clip, 1.0), high=config.clip, mean=config.level, kl_coef=config.kl_coef
+        )
         self.diverged: int | None = None
 
     def step(self, step: int) -> dict:
@@ -98,9 +102,9 @@ class Learner:
         sampled = time.perf_counter()
         batch = Batch.of(done)
         old, entropy = self.logprobs(batch)
-        measures = grpo.disagreement(old, batch.rollout, batch.mask)
-        advantage = grpo.advantages(rewards, c.group)
-        weight = grpo.guard(self.choice.guard, old - batch.rollout, batch.mask)
+        measured = rl.disagreement(old, batch.rollout, batch.mask)
+        advantage = rl.advantages(rewards, c.group)
+        weight = correction.weight(self.choice.guard, old - batch.rollout, batch.mask)
         anchor = self.logprobs(batch, self.reference)[0] if self.reference else None
         clipped, norms = [], []
         for rows in self._minibatches(rng):
@@ -112,7 +116,7 @@ class Learner:
                 break
         self.sampler.refit(self.model)
         lengths = torch.tensor([len(d.tokens) for d in done], dtype=torch.float64)
-        line |= measures | {
+        line |= correction.measures(measured) | {
             "critic/rewards/mean": rewards.mean().item(),
             "response_length/mean": lengths.mean().item(),
             "actor/entropy": entropy,
@@ -120,7 +124,10 @@ class Learner:
             "actor/grad_norm": norms[-1] if math.isfinite(norms[-1]) else None,
             "perf/tokens_per_second": lengths.sum().item() / (sampled - began),
         }
-        return line | {"seconds": round(time.perf_counter() - began, 6)}
+        line["seconds"] = round(time.perf_counter() - began, 6)
+        if alarms := rl.guard(measured):
+            line["alarms"] = alarms
+        return line
 
     def evaluate(self) -> float:
         """The mean reward of fresh completions of the same prompts, at every call."""
@@ -164,13 +171,11 @@ class Learner:
         return [(part[:, None] * self.config.group + inside).flatten() for part in groups if len(part)]
 
     def _update(self, batch: Batch, rows: Tensor, old, advantage, weight, anchor) -> tuple[float, float]:
-        c, part = self.config, batch.pick(rows)
+        part = batch.pick(rows)
         every = self._forward(part.tokens, self.model)
         logprobs = every.gather(-1, part.tokens[:, 1:, None])[..., 0]
         anchor = None if anchor is None else anchor[rows]
-        loss, clipped = grpo.loss(
-            logprobs, old[rows], advantage[rows], weight[rows], part.mask, c.clip, c.level, anchor, c.kl_coef
-        )
+        loss, clipped = self.objective.loss(logprobs, old[rows], advantage[rows], part.mask, weight[rows], anchor)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item()
         if math.isfinite(norm):

@@ -33,7 +33,7 @@ from ..runs.config import tell_changes
 from ..runs.display import Silent
 from ..runs.loop import advance
 from ..runs.presets import Preset
-from . import grpo, result
+from . import result
 from .config import Config, command
 from .learner import Learner
 from .result import Result
@@ -192,9 +192,6 @@ def _train(run: directory.Run, config: Config, learners: list[Learner], start: i
 
     def take(step: int) -> list[dict]:
         lines = [a.step(step) for a in learners]
-        for line in lines:
-            if alarming := grpo.alarms(line):
-                line["alarms"] = alarming
         run.log(lines)
         return lines
 
