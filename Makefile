@@ -8,7 +8,7 @@ export PATH := $(PATH):$(abspath $(VENV)/bin)
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help demo test test-slow test-one fuzz test-avx512 test-sanitized test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench docs kernels clean
+.PHONY: help demo test test-slow mutants test-one fuzz test-avx512 test-sanitized test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench docs kernels clean
 help:  ## what each target does
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -45,6 +45,9 @@ test: build  ## the test suite, a process for each core (WORKERS=1: one), withou
 
 test-slow: build  ## the long campaigns, which CI runs too
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m 'slow and not fuzz'
+
+mutants: build  ## every mutant of the CUDA kernels on the SIMT machine; `make test-slow` tries a quarter of them
+	FP4EXT_ALL_MUTANTS=1 $(PY) -m pytest tests/simt/test_mutants.py
 
 test-one: build  ## one file or test, in this process: make test-one T=tests/nn/test_dense.py
 	$(PY) -m pytest $(T)

@@ -1,4 +1,4 @@
-"""Two processes: DDP and FSDP2 on converted models, dense and mixtures, eager and compiled.
+"""Processes: DDP, FSDP2 and HSDP on converted models, dense and mixtures, eager and compiled.
 
 Their gradients are the mean of the ranks' own, byte for byte; the noise of a mean over ranks falls with the ranks.
 
@@ -113,6 +113,35 @@ def check_mean(wrap, policy, kind, compiled, two):
                 assert torch.allclose(a, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
             else:
                 assert_bytes_equal(a, wanted)
+
+
+def on_replicas(rank, policy, kind):
+    """HSDP: sharded over pairs of ranks, replicated over the two pairs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    m = model(policy, kind)
+    for layer in (m[0], m[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(m, mesh=mesh)
+    return gradients(m, rank)
+
+
+@pytest.mark.slow
+def test_sharded_replicas(tmp_path):
+    """Each gradient is the mean of the four ranks' own, byte for byte: pairs are added first."""
+    cases = [(policy, kind) for policy in POLICIES for kind in ("dense", "mixture")]
+    four = run({case: partial(on_replicas, policy=case[0], kind=case[1]) for case in cases}, 4, tmp_path)
+    for policy, kind in cases:
+        ranks = []
+        for rank in range(4):
+            fp4ext.set_draw_rank(rank)
+            ranks.append(gradients(model(policy, kind), rank))
+        fp4ext.set_draw_rank(None)
+        for got in four:
+            for a, r0, r1, r2, r3 in zip(got[policy, kind], *ranks, strict=True):
+                assert_bytes_equal(a, ((r0 + r1) + (r2 + r3)) / 4, f"{policy} {kind}")
 
 
 @pytest.mark.parametrize("policy", ["nvidia", "quartet2", "end_to_end"])

@@ -1,7 +1,7 @@
 #pragma once
 #include "quantize.h"
 
-// Causal attention in an order that is law (docs/numerics.md, 11): row i of sequence b and head h is a function of its query and of the
+// Causal attention in the order of docs/numerics.md, 11: row i of sequence b and head h is a function of its query and of the
 // keys and values 0 … start[b] + i, whatever else is in the call.
 //
 // Queries that share keys stand together: row r of a (sequence, kv head) is query r / group of head kv·group + r % group, so that positions

@@ -4,14 +4,14 @@
 #include "../numerics/spec.h"
 #include "isa.h"
 
-// y[m,n] = (Σ_k x[m,k]·w[n,k]) · g_x[m]·g_w[n] + bias[n], the order of the sum being law (docs/numerics.md, 9).
+// y[m,n] = (Σ_k x[m,k]·w[n,k]) · g_x[m]·g_w[n] + bias[n], in the order of docs/numerics.md, 9.
 //
 // K is cut into chunks of 1024, whose sums are added in order. Inside a chunk:
 //   block order (both operands E2M1):  acc = fma(I_b, s_x·s_w, acc) over the 16-blocks b, I_b the exact sum of 16 element products
 //   lane order (everything else):      acc_l = fma(x'_k, w'_k, acc_l) for k ≡ l mod 16, x' = element·scale; then a tree over the 16 lanes
 //
 // On a CPU both are the same loop. A SIMD lane is a column n of y, so every element of y has its own chain of
-// operations, in the order of the law, however many rows and columns stand around it: the result cannot depend on M, on
+// operations, in the order of the numerics contract, however many rows and columns stand around it: the result cannot depend on M, on
 // the tile, on the thread or on the width of a vector. One row (decode) and 512 (prefill) run the same code.
 //
 //   for 512 rows of x at a time (or of many x):     x packed once, in tiles of a few rows

@@ -6,7 +6,7 @@
 #include "isa.h"
 
 // Quantization on the CPU. The unit of work is a *tile*: kLanes independent vectors side by side, one a SIMD lane, so
-// that everything the law says about a block (its largest element, its candidates' errors in index order, the
+// that everything the numerics contract says about a block (its largest element, its candidates' errors in index order, the
 // butterflies of an RHT, its random bits) is vertical arithmetic and is the same code that one CUDA thread runs on one
 // block. Rows are transposed into lanes on the way in; columns lie so already.
 namespace fp4ext::cpu {

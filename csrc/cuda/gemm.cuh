@@ -3,7 +3,7 @@
 #include "gemm.h"
 #include "ptx/launch.h"
 
-// What the GEMM kernels share: whose rows a block has, the sums of a warp, and the end of the law.
+// What the GEMM kernels share: whose rows a block has, the sums of a warp, and the epilogue.
 namespace fp4ext::cuda {
 
 inline constexpr int kChunk = 1024;  // of K, summed on its own
@@ -11,11 +11,11 @@ inline constexpr int kChunk = 1024;  // of K, summed on its own
 // Which rows of x a thread block has, and whose.
 struct Rows {
   int64_t begin, end;
-  int expert;          // the number of experts: nobody's, they give zeros
+  int expert;          // the number of experts: unassigned rows, which give zeros
   int64_t before = 0;  // rows of y that stand before row 0 of x
 };
 
-// Tile number `tile` of `size` rows, counting each expert's on their own, then those of nobody.
+// Tile number `tile` of `size` rows, counting each expert's on their own, then the unassigned ones.
 __device__ inline Rows rows_of_tile(const GemmArgs& a, int tile, int size) {
   if (!a.offsets) {
     const int64_t begin = static_cast<int64_t>(tile) * size;
@@ -72,7 +72,7 @@ __device__ inline double global_of(const Operand& o, int expert, int64_t row) {
   return o.global ? static_cast<double>(o.global[expert * o.global_expert_stride + row * o.global_row_stride]) : 1.0;
 }
 
-// The end of the law: global scales in double, then bias; `store` adds to y and rounds.
+// The epilogue: global scales in double, then bias; `store` adds to y and rounds.
 __device__ inline float finish(const GemmArgs& a, float sum, double g_x, double g_w, int64_t n) {
   float v = static_cast<float>(static_cast<double>(sum) * (g_x * g_w));
   if (a.bias) v = v + a.bias[n];
@@ -139,7 +139,7 @@ __device__ inline void write(const GemmArgs& a, const Rows& rows, int64_t n0, co
   }
 }
 
-// What rows of nobody get, in `columns` columns from n0 on, by the first `threads` of the block.
+// What unassigned rows get, in `columns` columns from n0 on, by the first `threads` of the block.
 __device__ inline void write_zeros(const GemmArgs& a, const Rows& rows, int64_t n0, int threads, int columns = kTile) {
   for (int64_t i = threadIdx.x; i < (rows.end - rows.begin) * columns; i += threads)
     if (n0 + i % columns < a.w.rows) store(a, (rows.begin + i / columns) * a.w.rows + n0 + i % columns, 0.0f);

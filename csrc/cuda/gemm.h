@@ -3,7 +3,7 @@
 
 #include "../numerics/spec.h"
 
-// y[m,n] = (Σ_k x[m,k]·w[n,k]) · g_x[m]·g_w[n] + bias[n] on CUDA: the law of docs/numerics.md, 9, in the tensor cores' order
+// y[m,n] = (Σ_k x[m,k]·w[n,k]) · g_x[m]·g_w[n] + bias[n] on CUDA: the contract of docs/numerics.md, 9, in the tensor cores' order
 // of summation. Launchers are torch-free and check nothing but the launch.
 namespace fp4ext::cuda {
 
@@ -51,10 +51,11 @@ bool decode_takes(const GemmArgs& args);
 int64_t decode_shared_bytes(const GemmArgs& args);
 cudaError_t gemm_decode(const GemmArgs& args, cudaStream_t stream);
 
-// Operands of which bf16 does not hold one: fp32 or fp16, beside any other. In fp32 FMA and the law's own lane order, so the CPU's bytes.
+// Operands of which bf16 does not hold one: fp32 or fp16, beside any other. In fp32 FMA and the contract's own lane
+// order, so the CPU's bytes.
 cudaError_t gemm_lanes(const GemmArgs& args, cudaStream_t stream);
 
-// The end of that law over `sums`, fp32 [M, N], of operands without their global scales: what another product leaves.
+// The epilogue over `sums`, fp32 [M, N], of operands without their global scales: what another product leaves.
 cudaError_t gemm_finish(const GemmArgs& args, const float* sums, cudaStream_t stream);
 
 // Native: block-scaled tensor cores take codes and scales as they are. Both operands NVFP4 or both MXFP8 (E4M3), linear

@@ -25,7 +25,7 @@ struct Stored {
 // What is quantized, contiguous [batch, rows, cols]: x, or where dtype says so x̂ of `stored`, decoded on the fly.
 //
 // Experts (offsets not null, batch 1): rows offsets[e-1] to offsets[e] of x are a tensor of their own, with its own tiles, padding, RHT
-// and outer scale; rows past the last offset are nobody's. offsets are read on the device, and clamped.
+// and outer scale; rows past the last offset are unassigned. offsets are read on the device, and clamped.
 struct Input {
   const void* x;
   Dtype dtype;
@@ -38,7 +38,7 @@ struct Input {
 // One copy: along the rows of the input, or along its columns ([batch, cols, rows], contraction last).
 //
 // Of experts: codes [rows, ⌈cols⌉], or along columns [cols, pitch], each expert's tokens padded to whole blocks, one after the other.
-// What belongs to nobody, rows or columns at the end, is left as it is: the caller zeroes it. Outer groups: the experts, or with
+// What belongs to no expert, rows or columns at the end, is left as it is: the caller zeroes it. Outer groups: the experts, or with
 // OuterKind::row the rows of x, or along columns e·cols + column.
 struct Copy {
   bool colwise;
@@ -80,7 +80,7 @@ struct OuterArgs {
 };
 cudaError_t outer_scales(const OuterArgs& args, cudaStream_t stream);
 
-// of_group's value for each row of the experts' matrix, 1 for rows of nobody: [rows]. by_row: of_group has one for each row already.
+// of_group's value for each row of the experts' matrix, 1 for unassigned rows: [rows]. by_row: of_group has one for each row already.
 cudaError_t global_of_rows(const float* of_group, bool by_row, const int32_t* offsets, int experts, int64_t rows, float* out,
                            cudaStream_t stream);
 

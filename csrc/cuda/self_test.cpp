@@ -111,6 +111,7 @@ std::string self_test(Gemm native) {
   std::iota(ends.begin(), ends.end(), 1);
   for (const bool nvfp4 : {true, false})
     for (const Size& size : {Size{nvfp4, 130, 100, nvfp4 ? 1792 : 896, {}},  // more steps than a ring has stages
+                             Size{nvfp4, 20, 300, nvfp4 ? 256 : 128, {}},    // several tiles along N
                              Size{nvfp4, 50, 24, nvfp4 ? 192 : 128, {0, 17, 17, 48}},
                              Size{nvfp4, static_cast<int64_t>(ends.size()), 8, nvfp4 ? 256 : 128, ends}}) {
       const std::string why = compare(size, integers, native, gemm_invariant);

@@ -6,7 +6,7 @@
 //
 // The numerics headers are templates over F, the type of a value: `float` on the device and in scalar host code, a
 // vector of floats in csrc/cpu/ (simd.h). They use only operators and the functions declared here, which simd.h
-// overloads for its own types, so one statement of the law serves a CUDA thread and sixteen AVX-512 lanes.
+// overloads for its own types, so one statement of the contract serves a CUDA thread and sixteen AVX-512 lanes.
 //
 // FP4_HD is always inlined on the host: csrc/cpu compiles these headers once an instruction set, and the linker must
 // never merge an AVX-512 copy of a function into the code that runs without it.

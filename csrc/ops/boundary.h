@@ -16,7 +16,7 @@
 
 // Where a call of an op comes in: FP4EXT_BOX(&f) is TORCH_BOX(&f), and
 //  - the str arguments are freed when the call ends, however it ends;
-//  - the call computes in the law's arithmetic (cpu/arithmetic.h), and the caller's is restored;
+//  - the call computes in the contract's arithmetic (cpu/arithmetic.h), and the caller's is restored;
 //  - what torch refuses inside (memory, most often) is raised with torch's reason.
 namespace fp4ext {
 

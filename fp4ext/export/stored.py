@@ -62,8 +62,8 @@ class Outer:
 
         Of these pairs the one that such a reader decodes best: the numbers as they are; 2688, 1536 and 2048 with the
         amax whose quotient in fp32 is this scale; for one scale, any denominator with an amax of 8 bits. Where none of
-        them survives BF16, an amax of 8 bits over 2688 or 1536 whose quotient is an ulp off, if there is one: the law's
-        scale is fl(amax · fl(1/2688)), which is not always fl(amax/2688).
+        them survives BF16, an amax of 8 bits over 2688 or 1536 whose quotient is an ulp off, if there is one: the
+        scale of docs/numerics.md is fl(amax · fl(1/2688)), which is not always fl(amax/2688).
         """
         m, exact = self.as_multiplier()
         same = self.denominator.unique()

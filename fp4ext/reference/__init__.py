@@ -1,4 +1,4 @@
-"""The law of docs/numerics.md in plain PyTorch: slow, clear, imported only by tests.
+"""The numerics contract (docs/numerics.md) in plain PyTorch: slow, clear, imported only by tests.
 
     fp32.py         bits, division, sums in order, a true fma
     elements.py     E2M1, E4M3, E5M2, E8M0: encode, decode, stochastic encode, packing      section 1, 5

@@ -32,7 +32,7 @@ class Outer:
 
 
 def outer_scales(a: torch.Tensor, scale: str, pow2: bool, eden: bool = False) -> Outer:
-    """S_enc and S_dec of the amax `a` (fp32, any shape). Law 2; g of law 7 for rule amax under eden rounding."""
+    """S_enc and S_dec of the amax `a` (fp32, any shape). Section 2; under eden rounding section 7."""
     if eden and scale == "amax":
         g = torch.where(a == 0, f32(1.0), divide(a, f32(255.99 * EDEN_VAL_MAX)))
         return Outer(encode=divide(1.0, g), decode=_power_of_two(g) if pow2 else g)
@@ -61,12 +61,12 @@ def normalizer(s_dec: torch.Tensor) -> torch.Tensor:
 
 
 def enc(scale_codes: torch.Tensor, s_dec: torch.Tensor) -> torch.Tensor:
-    """The encode multiplier of a block: min(1 / fl(float(s)·S_dec), FLT_MAX). Law 2."""
+    """The encode multiplier of a block: min(1 / fl(float(s)·S_dec), FLT_MAX). Section 2."""
     return at_most(divide(1.0, decode_e4m3(scale_codes) * s_dec), FLT_MAX)
 
 
 def nvfp4_scales(x: torch.Tensor, outer: Outer, scale: str, rounding: str) -> torch.Tensor:
-    """uint8 E4M3 codes [...] for blocks [..., n]. scale: a Spec's rule; rounding: a Spec's rounding. Law 2, 5, 7."""
+    """uint8 E4M3 codes [...] for blocks [..., n]. scale: a Spec's rule; rounding: a Spec's. Sections 2, 5, 7."""
     block_amax = x.abs().amax(dim=-1)
     if scale == "amax":
         if rounding in ("eden", "eden_block"):
@@ -82,7 +82,7 @@ def nvfp4_scales(x: torch.Tensor, outer: Outer, scale: str, rounding: str) -> to
         else:
             error = {"four_over_six": "mse"}.get(scale, scale.removeprefix("four_over_six_"))
             codes = _least(x, outer, _four_over_six_candidates(b), lambda x, s, o: ERRORS[error](_difference(x, s, o)))
-    return torch.where(block_amax == 0, 0, codes).to(torch.uint8)  # a zero block: byte 0 (law 4)
+    return torch.where(block_amax == 0, 0, codes).to(torch.uint8)  # a zero block: byte 0 (section 4)
 
 
 def _amax(block_amax, outer, rounding):
@@ -142,7 +142,7 @@ def _variance(x, codes, outer):
 
 
 def e8m0_scales(x: torch.Tensor, element: Element, scale: str) -> torch.Tensor:
-    """uint8 E8M0 bytes [...] for finite blocks [..., 32]; scale "ceil" or "floor". Law 3."""
+    """uint8 E8M0 bytes [...] for finite blocks [..., 32]; scale "ceil" or "floor". Section 3."""
     block_amax = x.abs().amax(dim=-1)
     if scale == "ceil":
         b = bits(block_amax * f32(1 / element.max))

@@ -16,7 +16,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Nearest, ties to the even code, saturating at 6; the sign of zero is kept. Law 1.
+    """Nearest, ties to the even code, saturating at 6; the sign of zero is kept. Section 1.
 
     The index is the number of midpoints passed; a tie (equality) passes where the upper code is even.
     """
@@ -27,7 +27,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e2m1_stochastic(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """One of the two neighbours, the upper with probability = fraction. Law 5.
+    """One of the two neighbours, the upper with probability = fraction. Section 5.
 
     fp32 from 1 on: adding noise below the one mantissa bit kept carries into it, or into the exponent, which is the
     next code. Below 1 the codes 0, .5, 1 are evenly spaced: adding 1 first gives them the spacing of 1, 1.5, 2.
@@ -48,7 +48,7 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """[..., 2n] codes 0..15 -> [..., n] bytes, element 2k in the low nibble. Law 1."""
+    """[..., 2n] codes 0..15 -> [..., n] bytes, element 2k in the low nibble. Section 1."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
@@ -75,7 +75,7 @@ class _Float8:
         return self._with_sign(x, code)
 
     def stochastic(self, x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-        """One of the two neighbours: random bits at the top of the dropped mantissa bits, half a bin below. Law 5."""
+        """One of the two neighbours: random bits on top of the dropped mantissa bits, half a bin below. Section 5."""
         v = x.abs()
         dropped = 23 - self.mantissa
         noise = (random.to(torch.int64) << (dropped - 16)) | (1 << (dropped - 17))
@@ -98,7 +98,7 @@ _E5M2 = _Float8(mantissa=2, max_value=E5M2.max, max_code=0x7B)
 
 
 def encode_e4m3(x: torch.Tensor, rounding: str = "nearest") -> torch.Tensor:
-    """Saturating at ±448; "nearest" (ties to even) or "up" (toward +inf: scales of stochastic rounding). Law 1, 5."""
+    """Saturating at ±448; "nearest" (ties to even) or "up" (toward +inf: scales of SR). Sections 1, 5."""
     x = _fp32(x)
     if rounding == "nearest":
         return _E4M3.nearest(x)
@@ -109,7 +109,7 @@ def encode_e4m3(x: torch.Tensor, rounding: str = "nearest") -> torch.Tensor:
 
 
 def encode_e4m3_stochastic(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """E4M3 with 16 random bits an element. Law 5."""
+    """E4M3 with 16 random bits an element. Section 5."""
     return _E4M3.stochastic(_fp32(x), random)
 
 
@@ -119,12 +119,12 @@ def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e5m2(x: torch.Tensor) -> torch.Tensor:
-    """Nearest, ties to even, saturating at ±57344 (infinities too). Law 1."""
+    """Nearest, ties to even, saturating at ±57344 (infinities too). Section 1."""
     return _E5M2.nearest(_fp32(x))
 
 
 def encode_e5m2_stochastic(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """E5M2 with 16 random bits an element. Law 5."""
+    """E5M2 with 16 random bits an element. Section 5."""
     return _E5M2.stochastic(_fp32(x), random)
 
 
@@ -134,7 +134,7 @@ def decode_e5m2(codes: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:
-    """2^(byte-127) in fp32, from uint8 or float8_e8m0fnu: byte 0 is the subnormal 2^-127, byte 255 NaN. Law 1."""
+    """2^(byte-127) in fp32, from uint8 or float8_e8m0fnu: byte 0 is the subnormal 2^-127, byte 255 NaN. Section 1."""
     byte = codes.contiguous().view(torch.uint8).to(torch.int64)
     power = from_bits(torch.where(byte == 0, 1 << 22, byte << 23))
     return torch.where(byte == 255, torch.nan, power)

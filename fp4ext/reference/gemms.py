@@ -1,4 +1,4 @@
-"""y = x·wᵀ (+ bias) in the order of summation that is law (docs/numerics.md, 9)."""
+"""y = x·wᵀ (+ bias) in the order of summation of section 9."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""grouped_quantize and grouped_gemm: each expert's matrices on their own (docs/numerics.md, 9)."""
+"""grouped_quantize and grouped_gemm: each expert's matrices on their own (section 9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random Hadamard transform along the contraction (docs/numerics.md, 6).
+"""The random Hadamard transform along the contraction (section 6).
 
 A stage is r = H·D·x / √n for each vector of n: D random signs, H Sylvester's matrix, run as butterflies in a fixed
 order. In the second stage the first butterfly turns pair j by 20 + 6·(j mod 8) degrees instead of 45.
@@ -21,7 +21,7 @@ def parse(name: str) -> tuple[int, int]:
 
 
 def effective_n(n: int, k: int) -> int:
-    """The length used for a contraction of k: n, halved until it divides k rounded up to a multiple of 16. Law 6."""
+    """The length used for a contraction of k: n, halved until it divides k rounded up to 16s. Section 6."""
     k = -(-k // 16) * 16
     while n > 16 and k % n:
         n //= 2
@@ -29,7 +29,7 @@ def effective_n(n: int, k: int) -> int:
 
 
 def signs(rng, n: int, stages: int) -> torch.Tensor:
-    """bool [stages, n], True = negate: bit i%32 of word i/32 of the call with counter (stage, 0, 2, offset). Law 6."""
+    """bool [stages, n], True = negate: bit i%32 of word i/32 of call (stage, 0, 2, offset). Section 6."""
     rng = Rng.of(rng)
     words = philox4x32((torch.arange(stages), 0, usage("sign"), rng.offset), rng.seed)
     i = torch.arange(n)
@@ -37,7 +37,7 @@ def signs(rng, n: int, stages: int) -> torch.Tensor:
 
 
 def rht(x: torch.Tensor, n: int, stages: int, rng) -> torch.Tensor:
-    """fp32 [..., K] -> fp32 [..., K up to a multiple of 16], rotated in vectors of effective_n(n, K). Law 6, 4.
+    """fp32 [..., K] -> fp32 [..., K up to a multiple of 16], rotated in vectors of effective_n(n, K). Section 6, 4.
 
     A vector that holds, or comes to hold, a non-finite value becomes NaN as a whole.
     """

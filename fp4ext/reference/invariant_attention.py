@@ -1,4 +1,4 @@
-"""Causal attention in the order that is law (docs/numerics.md, 11)."""
+"""Causal attention in the order of section 11."""
 
 from __future__ import annotations
 

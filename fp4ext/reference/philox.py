@@ -1,4 +1,4 @@
-"""Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011) and the coordinates that feed it (docs/numerics.md, 5).
+"""Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011) and the coordinates that feed it (section 5).
 
 Every random number is a function of the seed and of where its element stands: no state, no order.
 """
@@ -60,12 +60,12 @@ class Rng:
 
 
 def usage(purpose: str, direction: int = 0, role: int = 0) -> int:
-    """purpose + 4*direction + 8*role; direction 0 = row-wise (axis -1), 1 = column-wise (axis -2). Law 5."""
+    """purpose + 4*direction + 8*role; direction 0 = row-wise (axis -1), 1 = column-wise (axis -2). Section 5."""
     return PURPOSES[purpose] + 4 * direction + 8 * role
 
 
 def element_bits(rng, rows: int, k: int, use: int) -> torch.Tensor:
-    """16 random bits for each element of a quantized view: int64 [rows, k], k a multiple of 8. Law 5.
+    """16 random bits for each element of a quantized view: int64 [rows, k], k a multiple of 8. Section 5.
 
     One call serves elements 8j..8j+7 of a row: element i takes word i/2, the low half if i is even, else the high.
     """
@@ -78,7 +78,7 @@ def element_bits(rng, rows: int, k: int, use: int) -> torch.Tensor:
 
 
 def block_bits(rng, rows: int, k: int, block: int, use: int) -> torch.Tensor:
-    """16 random bits for each block: those of its first element (low half of word 0). int64 [rows, k/block]. Law 7."""
+    """16 random bits for each block: its first element's (low half of word 0). int64 [rows, k/block]. Section 7."""
     rng = Rng.of(rng)
     row = rng.row + torch.arange(rows)[:, None]
     eighth = (rng.k + block * torch.arange(k // block)[None, :]) // 8

@@ -39,7 +39,7 @@ ENCODE = {
     "e5m2": (encode_e5m2, encode_e5m2_stochastic),
 }
 DECODE = {"e2m1": decode_e2m1, "e4m3": decode_e4m3, "e5m2": decode_e5m2}
-EDEN_SWEEP_GAIN = 1.0067  # law 7
+EDEN_SWEEP_GAIN = 1.0067  # section 7
 TILE = 16  # rows of a 16x16 tile
 
 
@@ -110,7 +110,7 @@ def quantize(
 
 
 def amax_of(x: torch.Tensor, spec: Spec | str, axis: int = -1, rng=None) -> torch.Tensor:
-    """A of law 2: max|x| over the finite values of each outer group (of the rotated values). fp32, shape of
+    """A of section 2: max|x| over the finite values of each outer group (of the rotated values). fp32, shape of
     global_scale."""
     spec = as_spec(spec)
     if not spec.fmt.has_global_scale:
@@ -122,7 +122,7 @@ def amax_of(x: torch.Tensor, spec: Spec | str, axis: int = -1, rng=None) -> torc
 def dequantize(
     codes, scales, global_scale, format: Format | str, shape_k: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """x̂ = fl(q·fl(float(s)·global_scale)), [.., rows, shape_k], rounded last to `dtype`. Law 2, 3.
+    """x̂ = fl(q·fl(float(s)·global_scale)), [.., rows, shape_k], rounded last to `dtype`. Section 2, 3.
 
     Under an RHT these are the rotated values, padded to a multiple of 16: ask for that shape_k.
     """

@@ -1,4 +1,4 @@
-"""On a real device: the CPU's bytes, the law's bounds, and the same bits from every batch and every repeat.
+"""On a real device: the CPU's bytes, the contract's bounds, and the same bits from every batch and every repeat.
 
 What the SIMT machine proves of the sources, here of the chip (`make test-gpu`). Skipped where there is none.
 """
@@ -180,7 +180,7 @@ def test_cublas(format):
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 def test_cublas_of_experts(format):
-    """Empty experts, rows of nobody, gains far apart; offsets stay on the device."""
+    """Empty experts, unassigned rows, gains far apart; offsets stay on the device."""
     if "scaled_grouped_mm" not in fp4ext.backends()["cublas"]:
         pytest.skip(fp4ext.backends()["cublas"])
     for ends, n, k in (([0, 5, 5, 300], 48, 96), ([128, 256, 257], 160, 1088), ([0, 0], 16, 32)):

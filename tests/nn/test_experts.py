@@ -29,7 +29,7 @@ def rows_of(counts=COUNTS):
 
 
 def tokens(k=K, counts=COUNTS, rest=0, dtype=torch.float32, seed=1):
-    """Rows of experts whose sizes differ a hundredfold; `rest` rows of NaN, which are nobody's."""
+    """Rows of experts whose sizes differ a hundredfold; `rest` rows of NaN, which are unassigned."""
     gains = torch.tensor([1.0, 10.0, 0.1])[torch.arange(len(counts)) % 3].repeat_interleave(torch.tensor(counts))
     x = generate("student_t3", sum(counts), k, seed=seed) * gains[:, None]
     return torch.cat([x, torch.full((rest, k), torch.nan)]).to(dtype).requires_grad_()

@@ -116,7 +116,7 @@ def experts(policy="end_to_end", n=3, k=64, f=32):
 @pytest.mark.parametrize("policy", ["end_to_end", "nvidia", "mxfp8"])
 def test_packed_experts_compute_what_experts_do_in_the_samplers_stage(policy):
     module, packed = experts(policy)
-    offsets = torch.tensor([4, 4, 9], dtype=torch.int32)  # expert 1 has no rows; the last row is nobody's
+    offsets = torch.tensor([4, 4, 9], dtype=torch.int32)  # expert 1 has no rows; the last row is unassigned
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = generate("gaussian", 10, 64, dtype=dtype)
         with fp4ext.stage("rl_sampler"), torch.no_grad():

@@ -82,7 +82,7 @@ def test_every_midpoint_and_its_neighbours(format):
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("middle", MIDPOINTS)
 def test_ties_of_e2m1(format, middle):
-    """The law's list, with nothing between."""
+    """The contract's list, with nothing between."""
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     even = values.index(MIDPOINTS[middle])
     odd = even + 1 if values[even] < middle else even - 1
@@ -97,7 +97,7 @@ def test_ties_of_e2m1(format, middle):
 
 
 def exponent(format, a, scale):
-    """The law's e - 127 of block amaxes (fp32, not 0), from exact exponents of frexp."""
+    """The contract's e - 127 of block amaxes (fp32, not 0), from exact exponents of frexp."""
     element = formats.get(format).element
     if scale == "ceil":
         mantissa, e = np.frexp(a * np.float32(1 / element.max))

@@ -36,7 +36,7 @@ def check(each_isa, q, k, v, start=None, scale=None):
     return wanted
 
 
-# ---- the order of the law ----
+# ---- the order of the numerics contract ----
 
 
 @pytest.mark.parametrize(

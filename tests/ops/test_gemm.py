@@ -85,7 +85,7 @@ def check(each_isa, x, w, bias=None, out_dtype="float32"):
     return wanted
 
 
-# ---- the order of the law ----
+# ---- the order of the numerics contract ----
 
 
 @pytest.mark.parametrize("x_format, w_format", PAIRS, ids=lambda f: f)
@@ -102,7 +102,8 @@ def test_ragged(each_isa, x_format, w_format, m, n, k):
 
 @pytest.mark.parametrize("x_format, w_format", [("mxfp4", "mxfp4"), ("mxfp4", "nvfp4"), ("mxfp8", "mxfp8_e5m2")])
 def test_any_scale_byte(each_isa, x_format, w_format):
-    """E8M0 over its whole range: s_x·s_w overflows and vanishes where the law says, not where a folded factor would."""
+    """E8M0 over its whole range: s_x·s_w overflows and vanishes where section 9 says, not where a folded
+    factor would."""
     whole = (0, 255)
     x = operand(x_format, 9, 1100, 5, scales=whole)
     w = operand(w_format, 30, 1100, 6, scales=whole if w_format != "nvfp4" else None)

@@ -51,7 +51,7 @@ def experts_of(counts):
 
 
 def tokens(counts, k, rest=3, seed=0):
-    """Rows of experts whose sizes differ a thousandfold, then `rest` rows that are nobody's: NaN."""
+    """Rows of experts whose sizes differ a thousandfold, then `rest` unassigned rows: NaN."""
     gains = torch.tensor([1.0, 100.0, 0.01])[torch.arange(len(counts)) % 3].repeat_interleave(torch.tensor(counts))
     x = generate("student_t3", sum(counts), k, seed=seed) * gains[:, None]
     return torch.cat([x, torch.full((rest, k), torch.nan)])
@@ -68,7 +68,7 @@ def pieces(q):
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("counts", ["ragged", "small", "none"])
 def test_rows_of_experts(each_isa, name, axis, counts):
-    """Any counts; NaN in rows that are nobody's reaches nothing."""
+    """Any counts; NaN in unassigned rows reaches nothing."""
     counts, spec = COUNTS[counts], SPECS[name]
     x = tokens(counts, 40)
     wanted = reference.grouped_quantize(x, spec, offsets(counts), axis, RNG, "dy")
@@ -177,7 +177,7 @@ def alone(kind, x, axis=-1):
 @pytest.mark.parametrize("x_kind, w_kind", PAIRS, ids=str)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_rows(each_isa, x_kind, w_kind, counts):
-    """Fprop and dgrad. Each expert's rows are those of gemm; rows of nobody are zero."""
+    """Fprop and dgrad. Each expert's rows are those of gemm; unassigned rows are zero."""
     counts = COUNTS[counts]
     n = 160 if len(counts) == 3 else 24
     at, x, w = offsets(counts), tokens(counts, 80), generate("gaussian", len(counts), n, 80, seed=1)

@@ -1,4 +1,4 @@
-"""x·2^k has the codes and block scales of x: only its outer scale is another (docs/numerics.md, 2).
+"""x·2^k has the codes and block scales of x: only its outer scale is another (section 2).
 
 This holds where no product on the way is subnormal or overflows. Sums of squares are the first that would, so they are
 taken of values times P: without it four_over_six and sweep chose other scales from 2^-66 down and from 2^61 up, and

@@ -95,7 +95,7 @@ def test_columns_longer_than_a_line(key, rows):
 def test_ceil_beside_the_largest_value_of_every_scale(fmt):
     """max·2^k and what is one ulp below take 2^k, one ulp above takes 2^(k+1): a float log2 is off by one there.
 
-    k runs over every power for which all three are normal; scales are clamped at both ends (docs/numerics.md, 3).
+    k runs over every power for which all three are normal; scales are clamped at both ends (section 3).
     """
     e = fmt.element
     low, high = -126 - round(math.log2(e.min)), 127 - e.max_exponent

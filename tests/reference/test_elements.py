@@ -1,4 +1,4 @@
-"""Law 1: every code, every bf16 bit pattern, every tie; ml_dtypes judges."""
+"""docs/numerics.md, 1: every code, every bf16 bit pattern, every tie; ml_dtypes judges."""
 
 import ml_dtypes
 import numpy as np

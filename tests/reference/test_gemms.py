@@ -1,4 +1,4 @@
-"""Law 9."""
+"""docs/numerics.md, 9."""
 
 from fractions import Fraction
 
@@ -77,7 +77,7 @@ def test_fma_rounds_once_where_fp64_would_round_twice():
 
 
 def scalar_gemm(x, w):
-    """The order of law 9 for one pair of rows, in exact fractions rounded at each step. Operands as gemm takes them."""
+    """The order of section 9 for one pair of rows, in exact fractions rounded at each step."""
 
     def split(op):
         if isinstance(op, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Law 6."""
+"""docs/numerics.md, 6."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Law 10."""
+"""docs/numerics.md, 10."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Law 5, random bits: Random123's known answers, the coordinates, uniformity."""
+"""docs/numerics.md, 5, random bits: Random123's known answers, the coordinates, uniformity."""
 
 import pytest
 import torch

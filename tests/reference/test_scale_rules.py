@@ -1,4 +1,4 @@
-"""Laws 2, 3, 4 and 7 against the scalar judge, and on the inputs of FAULTS.md."""
+"""docs/numerics.md, 2, 3, 4 and 7, against the scalar judge, and on the inputs of FAULTS.md."""
 
 import ml_dtypes
 import numpy as np
@@ -47,7 +47,7 @@ def test_nvfp4_as_the_judge(name, rule):
 
 
 def test_nvfp4_amax_in_its_exact_order():
-    """The near-equivalents of law 2 differ in 2e-4 of the scales or codes: 32768 blocks under 8192 outer scales see
+    """The near-equivalents of section 2 differ in 2e-4 of the scales or codes: 32768 blocks under 8192 outer scales see
     them. On bf16 values, whose ratios often are ties of E4M3; fp32 values hide the difference."""
     f = np.float32
     x = torch.cat([gaussian(4096, 64), student_t3(4096, 64)]).bfloat16()
@@ -86,7 +86,7 @@ def test_sums_run_in_index_order(rule):
     assert forward == judge.scale(x[0].numpy(), s_enc, s_dec, rule)
     assert backward == judge.scale(x[0].flip(0).numpy(), s_enc, s_dec, rule)
     assert forward != backward
-    # On a tile's antidiagonal the order by rows is forward, by columns backward. Law 2: by rows of x, on both axes.
+    # On a tile's antidiagonal the order by rows is forward, by columns backward. Section 2: by rows of x, on both axes.
     tile = torch.zeros(16, 16)
     tile[torch.arange(16), 15 - torch.arange(16)] = x[0]
     for axis in (-1, -2):
@@ -251,7 +251,7 @@ def test_zero_scale_byte_decodes_to_zero():
     ],
 )
 def test_non_finite_poisons_its_block_alone(key, bad):
-    """Law 4: elsewhere a NaN becomes +6·scale, and hides a diverged run."""
+    """Section 4: elsewhere a NaN becomes +6·scale, and hides a diverged run."""
     x = gaussian(32, 128)
     clean = quantize(x, key, rng=RNG)
     x_bad = x.clone()
@@ -324,7 +324,7 @@ def test_row_and_expert_outer_scales(pow2):
 
 @pytest.mark.parametrize("rule", NVFP4_RULES)
 def test_tiles_are_transposes(rule):
-    """Law 2: the column-wise copy is the exact transpose of the row-wise one, ties of the sums included."""
+    """Section 2: the column-wise copy is the exact transpose of the row-wise one, ties of the sums included."""
     x = torch.cat([gaussian(48, 80), outliers(40, 80, gain=1000.0, seed=3)])  # 88 rows: a last tile of 8
     key = f"nvfp4/{rule}/nearest/16x16"
     codes, scales, g = quantize(x, key)

@@ -1,5 +1,5 @@
-"""Law 5: bits depend on logical coordinates alone: shards given the shared A and their place equal the whole (fault
-9)."""
+"""docs/numerics.md, 5: bits depend on logical coordinates alone: shards given the shared A and
+their place equal the whole."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Law 5: the probabilities, exactly, by running through all 65536 random values."""
+"""docs/numerics.md, 5: the probabilities, exactly, by running through all 65536 random values."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
-"""Law 8, averages: over B independent draws the error of the mean of an unbiased quantizer falls as 1/B; bias leaves a
-floor.
+"""docs/numerics.md, 8, averages: over B independent draws the error of the mean of an unbiased quantizer falls as 1/B;
+bias leaves a floor.
 
-The gate is B·err(mean of B)/err(1) at B = 256, 1 where there is no bias. It must pass what the law calls unbiased, on
-data that has outliers, and it must catch two quantizers that look well by their error alone.
+The gate is B·err(mean of B)/err(1) at B = 256, 1 where there is no bias. It must pass what the contract calls unbiased,
+on data that has outliers, and it must catch two quantizers that look well by their error alone.
 """
 
 import pytest

@@ -26,7 +26,7 @@ ROOT = HERE.parent.parent
 CSRC = ROOT / "csrc"
 OUT = ROOT / "build" / "simt"
 
-# CUDA C++ has no strict aliasing, and the law no contraction.
+# CUDA C++ has no strict aliasing, and the numerics contract no contraction.
 FLAGS = "-std=c++20 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-math-errno -Wall -Wno-unknown-pragmas".split()
 DEFINES = ["-DFP4EXT_CUDA_LIBRARY=fp4ext_simt", "-DFP4EXT_CUDA_KEY=CPU", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
 # Each access of a kernel is a call of races.cpp, which stands in for the library that the compiler means.

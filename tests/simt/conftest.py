@@ -1,6 +1,5 @@
 """The library fp4ext_simt, built once a session."""
 
-import itertools
 import os
 import shutil
 
@@ -9,7 +8,7 @@ import torch
 
 from .build import build
 
-DEVICE = itertools.count()  # what is known of a device is kept
+DEVICES: dict[int, int] = {}  # by compute capability: what is known of a device is kept, its self-test for one
 
 
 class Machine:
@@ -42,10 +41,10 @@ def simt(_machine):
 
 @pytest.fixture
 def device(simt):
-    """Makes an sm_<sm> of a device that nobody has used, and all tensors lie on it."""
+    """All tensors lie on a device of that compute capability, which is one device in all tests."""
 
     def of(sm):
-        i = next(DEVICE)
+        i = DEVICES.setdefault(sm, len(DEVICES))
         simt.ops.set_device(i, sm)
         return i
 

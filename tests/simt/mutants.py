@@ -309,12 +309,12 @@ MUTANTS = [
     ("a chunk is left out", "sm80/gemm_decode.cu", "for (int c = 1; c < chunks; ++c)", "for (int c = 1; c < chunks - 1; ++c)", decode),
     ("fragments of the wrong half", "sm80/gemm_decode.cu", "high = e2m1_pair(u.y", "high = e2m1_pair(u.x", decode),
     ("the halves of an instruction change places", "sm80/gemm_decode.cu", "low = e2m1_pair(u.x >> (8 * t), scale);\n    high = e2m1_pair(u.y", "high = e2m1_pair(u.x >> (8 * t), scale);\n    low = e2m1_pair(u.y", decode_is_prefill),
-    # the law's own lanes
+    # lane order
     ("no barrier between steps of lanes", "generic/gemm_lanes.cu", "close_chunk(acc, total);\n    __syncthreads();", "close_chunk(acc, total);", lanes),
     ("neighbouring lanes are added first", "generic/gemm_lanes.cu", "fold<8>(acc);\n  fold<4>(acc);\n  fold<2>(acc);\n  fold<1>(acc);", "fold<8>(acc);\n  fold<4>(acc);\n  fold<1>(acc);\n  fold<2>(acc);", lanes),
     ("a lane keeps what the other keeps too", "generic/gemm_lanes.cu", "given = upper ? acc[i] : acc[i + kKept]", "given = upper ? acc[i + kKept] : acc[i]", lanes),
     ("the sixteens of a step change places", "generic/gemm_lanes.cu", "float4{first[2], second[2], first[3], second[3]}", "float4{second[2], first[2], second[3], first[3]}", lanes),
-    ("a zero more than the law has", "generic/gemm_lanes.cu", "if (kBoth) sum", "sum", lanes),
+    ("a zero more than the contract has", "generic/gemm_lanes.cu", "if (kBoth) sum", "sum", lanes),
     ("chunks of half their length", "generic/gemm_lanes.cu", "kPerChunk = kChunk / kStep", "kPerChunk = kChunk / kStep / 2", lanes),
     ("elements past the end", "generic/gemm_lanes.cu", "k_size - k < 4 ? k_size - k : 4", "4", lanes),
     ("the scale of the first block for all, lanes", "generic/gemm_lanes.cu", "scales[k >> shift()]", "scales[0]", lanes),

@@ -1,4 +1,4 @@
-"""Attention on the SIMT machine: the bytes of the CPU's op, hence of the law, whatever stands around a row."""
+"""Attention on the SIMT machine: the bytes of the CPU's op, whatever stands around a row."""
 
 import pytest
 import torch

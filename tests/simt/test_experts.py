@@ -24,7 +24,7 @@ def check(simt, x, offsets, key, axis, rng=SHARD):
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 def test_equal_the_cpu(simt, key, offsets):
-    """Experts with more rows than a tile, with less than a block, with none; rows of nobody; gains far apart."""
+    """Experts with more rows than a tile, with less than a block, with none; unassigned rows; gains far apart."""
     simt.configure(seed=len(offsets), asynchronous=simt.MODES[len(offsets) % 3])
     for cols, axis in itertools.product((48, 133), (-1, -2)):
         x = generate("student_t3", offsets[-1] + 3, cols, seed=3, dtype=(torch.bfloat16, torch.float32)[cols % 2])

@@ -1,4 +1,5 @@
-"""The route `fast`: decoded to bf16, multiplied by torch, finished by the law; within its bound, whatever the order.
+"""The route `fast`: decoded to bf16, multiplied by torch, finished by the epilogue; within its
+bound, whatever the order.
 
 Here torch multiplies on the CPU, in fp32; decoding and finishing are the kernels themselves, on the SIMT machine.
 """

@@ -1,4 +1,4 @@
-"""The emulated GEMMs on the SIMT machine: within the law's bound, bitwise on integers, row by row.
+"""The emulated GEMMs on the SIMT machine: within the contract's bound, bitwise on integers, row by row.
 
 Hardware leaves the rounding inside one mma open. The machine has both extremes: to nearest, and toward zero.
 """
@@ -105,7 +105,7 @@ OFFSETS = [[0, 1, 128, 255, 384, 384, 415], [0, 0, 64, 64], [0, 0, 0], [7]]
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("kernel", ["invariant", "decode"])
 def test_grouped(simt, offsets, kernel):
-    """Empty experts, rows of nobody, gains far apart; each expert's rows as if it were alone."""
+    """Empty experts, unassigned rows, gains far apart; each expert's rows as if it were alone."""
     if kernel == "decode":
         offsets = [min(end // 8, 14) for end in offsets]
     experts, rows, n, k = len(offsets), offsets[-1] + 2, 40, 256
@@ -127,7 +127,7 @@ def test_grouped(simt, offsets, kernel):
                 part = gemm(simt, "invariant", x[start:end], alone)
                 assert_bytes_equal(y[start:end], part, f"expert {e} of {offsets}")
             start = end
-        assert not y[start:].any(), "rows of nobody are zeros"
+        assert not y[start:].any(), "unassigned rows are zeros"
 
 
 def tokens(format, rows, offsets, seed, outer="tensor"):
@@ -151,7 +151,7 @@ def tokens(format, rows, offsets, seed, outer="tensor"):
 @pytest.mark.parametrize("offsets", [[33, 33, 110, 127], [0, 16, 17], [0, 0], [1100, 1108]], ids=str)
 def test_over_tokens(simt, x_format, w_format, offsets):
     """Experts with no tokens, with fewer than a block, with two chunks of them: each the product of its own tokens, bit
-    for bit. What belongs to nobody is not read: its scales and elements are NaN."""
+    for bit. What belongs to no expert is not read: its scales and elements are NaN."""
     ends = torch.tensor(offsets, dtype=torch.int32)
     for i, outer in enumerate(("tensor", "row")):
         x, xs = tokens(x_format, 17, offsets, 20, outer)
@@ -255,7 +255,7 @@ def test_every_code_and_scale(simt):
     for format in ("nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2"):
         block = 16 if format == "nvfp4" else 32
         scales = torch.arange(0, 256 if format != "nvfp4" else 0x80).to(torch.uint8)
-        if format != "nvfp4":  # where element·scale is a normal bf16, as the law keeps it
+        if format != "nvfp4":  # where element·scale is a normal bf16, as the numerics contract keeps it
             scales = scales[(scales >= 32) & (scales <= 222)]
         codes = torch.arange(256, dtype=torch.uint8)
         x = operand(format, len(scales), 512 if "fp4" in format else 256, seed=0)

@@ -62,7 +62,7 @@ def test_every_kind_of_data(simt, kind):
 
 
 def test_the_sign_of_zero(simt):
-    """Sums that underflow to -0 stay -0: no zero is added that is not the law's. K ends in either sixteen of a step."""
+    """Sums that underflow to -0 stay -0: no zero is added. K ends in either sixteen of a step."""
     for k in (16, 48, 1040, 1072, 7):
         x = Operand("fp32", torch.full((2, k), -1e-30))
         w = Operand("fp32", torch.full((3, k), 1e-30))
@@ -92,7 +92,7 @@ def test_no_stripe_of_tiles_is_lost(simt):
 @pytest.mark.parametrize("x_format, w_format", [("fp32", "fp32"), ("fp16", "nvfp4")])
 @pytest.mark.parametrize("few", [False, True])
 def test_grouped(simt, x_format, w_format, offsets, few):
-    """Empty experts, rows of nobody: the bytes of the CPU's op."""
+    """Empty experts, unassigned rows: the bytes of the CPU's op."""
     if few:
         offsets = [min(end // 8, 14) for end in offsets]
     experts, rows = len(offsets), offsets[-1] + 2
@@ -111,7 +111,7 @@ def test_grouped(simt, x_format, w_format, offsets, few):
 )
 @pytest.mark.parametrize("offsets", [[33, 33, 110, 127], [0, 16, 17], [0, 0], [1100, 1108]], ids=str)
 def test_over_tokens(simt, x_format, w_format, offsets):
-    """Each expert's tokens, at any place of a row; what belongs to nobody is not read: it is NaN."""
+    """Each expert's tokens, at any place of a row; what belongs to no expert is not read: it is NaN."""
     ends = torch.tensor(offsets, dtype=torch.int32)
     for m, n in ((17, 7), (5, 40)):
         (x, _), (w, _) = tokens(x_format, m, offsets, 20), tokens(w_format, n, offsets, 40)

@@ -49,7 +49,7 @@ def test_a_row_depends_on_itself_alone(simt, kernel, format):
 @pytest.mark.parametrize("asynchronous", ["late", "early", "random"])
 def test_many_tiles(simt, kernel, format, asynchronous):
     """More than a persistent grid has blocks (the machine has three multiprocessors): twelve experts of a row each, one
-    of none, rows of nobody between the products."""
+    of none, unassigned rows between the products."""
     ends = torch.tensor([1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11, 12], dtype=torch.int32)
     k = 256 if format == "nvfp4" else 128
     x, w = operand(format, 14, k, seed=3, integers=True), operand(format, len(ends), 8, k, seed=4, integers=True)
@@ -62,7 +62,7 @@ def test_many_tiles(simt, kernel, format, asynchronous):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 def test_grouped(simt, kernel, format, offsets):
-    """Empty experts and rows of nobody; each expert's rows as if it were alone."""
+    """Empty experts and unassigned rows; each expert's rows as if it were alone."""
     experts, rows = len(offsets), offsets[-1] + 2
     x, w = operand(format, rows, 256, seed=7), operand(format, experts, 160, 256, seed=8, outer="row")
     y = gemm(simt, kernel, x, w, None, torch.tensor(offsets, dtype=torch.int32))
@@ -71,7 +71,7 @@ def test_grouped(simt, kernel, format, offsets):
         if end > start:
             assert_bytes_equal(y[start:end], gemm(simt, kernel, x[start:end], w[e]), f"expert {e}")
         start = end
-    assert not y[start:].any(), "rows of nobody are zeros"
+    assert not y[start:].any(), "unassigned rows are zeros"
 
 
 @pytest.mark.parametrize("kernel", NATIVE)

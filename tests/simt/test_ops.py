@@ -116,7 +116,7 @@ def test_codes_at_any_address(simt, format, offset):
     assert_same_quantized(simt.ops.requantize(*args), torch.ops.fp4ext.requantize(*args), format)
 
 
-ENDS = torch.tensor([0, 5, 5, 133, 150], dtype=torch.int32)  # an expert without rows, and rows of nobody
+ENDS = torch.tensor([0, 5, 5, 133, 150], dtype=torch.int32)  # an expert without rows, and unassigned rows
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -6,7 +6,7 @@
 // With a = 2·element of x (-12..12, signed) and u = 2·element of w + 12 (0..24, unsigned), which is what the byte dot
 // products of x86 want,
 //   Σ u·a = 4·I + 12·Σa,   so   I·s_x = fma(Σ u·a, s_x/4, -12·Σa·s_x/4)
-// is one fma, exact for E4M3 scales: 13 bits · 4 bits. Then acc = fma(I·s_x, s_w, acc) rounds once, as the law's fma(I,
+// is one fma, exact for E4M3 scales: 13 bits · 4 bits. Then acc = fma(I·s_x, s_w, acc) rounds once, as the contract's fma(I,
 // s_x·s_w, acc) does. E8M0 scales may overflow or vanish on the way (2^127·2^-127), so with one of them I = fma(Σ u·a,
 // 1/4, -3·Σa) and s_x·s_w are apart.
 //

@@ -5,7 +5,7 @@
 
 // Lane order: sixteen partial sums over k ≡ l mod 16, each a chain of fmas, then a tree.
 //
-// The law's sixteen lanes are not SIMD lanes here: those are columns, so nothing is ever added across a vector. The
+// The contract's sixteen lanes are not SIMD lanes here: those are columns, so nothing is ever added across a vector. The
 // chunk is reordered instead. Its panel holds all k of lane 0, then of lane 8, 4, 12, …: sixteen short ordinary GEMMs
 // whose results are the lanes. In bit-reversed order the tree is a binary counter: after lane 0 and 8 comes their sum,
 // after 4 and 12 theirs, then the sum of both, so at most four results wait at a time.
@@ -84,7 +84,7 @@ void pack_w_any(const Operand& w, int64_t column, int columns, int64_t k0, int64
 
 // ---- the micro-kernel ----
 
-// One lane of the law: a plain GEMM of `steps` k. Its sums live in registers and leave once.
+// One lane of the numerics contract: a plain GEMM of `steps` k. Its sums live in registers and leave once.
 template <int R, int V>
 FP4_HD void lane_sums(const float* x, const float* w, int64_t steps, VF (&out)[R][V]) {
   VF acc[R][V];

@@ -2,7 +2,7 @@
 
 #include "row_reader.h"
 
-// Lane order for a few rows: here SIMD lanes are the law's lanes, sixteen neighbours along k, and w is read as it lies.
+// Lane order for a few rows: here SIMD lanes are the contract's lanes, sixteen neighbours along k, and w is read as it lies.
 //
 // Packed x: [k / 16][rows][16] elements times their scale, in fp32.
 namespace fp4ext::cpu::FP4EXT_ISA {
@@ -88,7 +88,7 @@ const ScaledTables& scaled_tables(ScaleElem kind) {
   return kind == ScaleElem::e4m3 ? *e4m3 : *e8m0;
 }
 
-// Two columns side by side, one in each half of a vector: sums[q] has lanes 4q .. 4q+3 of the law.
+// Two columns side by side, one in each half of a vector: sums[q] has lanes 4q .. 4q+3 of the numerics contract.
 template <int R>
 void multiply_e2m1(const float* x, int64_t x_step, const Operand& w, int64_t column, int64_t k, float* total, int64_t stride) {
   const ScaledTables& tables = scaled_tables(w.scale);

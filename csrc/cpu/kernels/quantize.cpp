@@ -212,7 +212,7 @@ EncodeTile mx(Rounding rounding) {
   return rounding == Rounding::stochastic ? encode_mx<Element, Rounding::stochastic> : encode_mx<Element, Rounding::nearest>;
 }
 
-// The law's table of combinations; ops/parse.h has refused the others.
+// The contract's table of combinations; ops/parse.h has refused the others.
 EncodeTile encoder(const QuantizeSpec& s) {
   switch (s.format) {
     case FormatId::mxfp8: return mx<E4M3>(s.rounding);

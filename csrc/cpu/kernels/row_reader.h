@@ -6,7 +6,7 @@
 // Rows of any operand as fp32, for the lane order: element times scale, exact.
 namespace fp4ext::cpu::FP4EXT_ISA {
 
-inline constexpr int64_t kWidth = 16;  // the law's lanes
+inline constexpr int64_t kWidth = 16;  // the contract's lanes
 
 template <Elem E>
 constexpr int kBits = E == Elem::e2m1                      ? 4

@@ -4,7 +4,8 @@
 #include "../ptx/launch.h"
 #include "number.cuh"
 
-// Causal attention as two products whose sums are chains of fma in the order of the law, so that every element is a thread's own work:
+// Causal attention as two products whose sums are chains of fma in the order of the numerics contract, so that every
+// element is a thread's own work:
 //
 //   scores   t[row][key] = scale · Σ_d q·k            a tile of rows × a tile of keys; the largest of a row by atomicMax
 //   values   o[chunk][row][d] = Σ_j exp2(t − max)·v   a tile of rows × a chunk of 256 keys; Σ weights in 16 lanes

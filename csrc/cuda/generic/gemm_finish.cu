@@ -1,6 +1,6 @@
 #include "../gemm.cuh"
 
-// The end of the law over the sums of a product that was made elsewhere.
+// The epilogue over the sums of a product that was made elsewhere.
 namespace fp4ext::cuda {
 namespace {
 

@@ -1,12 +1,13 @@
 #include "../gemm.cuh"
 #include "number.cuh"
 
-// Operands that bf16 does not hold, fp32 and fp16, and whatever stands beside them: in fp32 FMA, by the lane order of the law itself,
+// Operands that bf16 does not hold, fp32 and fp16, and whatever stands beside them: in fp32 FMA, by the lane order of the contract,
 // so the CPU's bytes.
 //
-// The law's sixteen lanes are lanes of a warp. A thread has lane l of 8 × 8 elements of y (8 × 4 if rows are few), acc = fma(x'_k, w'_k, acc) over its k ≡ l
-// mod 16; the other half of the warp has the same rows and the next 8 columns. The tree is exchanges between lanes: at h = 8 a thread
-// keeps half of its elements and hands the other half's sums to lane l ± 8, so that after h = 1 it has four whole sums.
+// The contract's sixteen lanes are lanes of a warp. A thread has lane l of 8 × 8 elements of y (8 × 4 if rows are few),
+// acc = fma(x'_k, w'_k, acc) over its k ≡ l mod 16; the other half of the warp has the same rows and the next 8
+// columns. The tree is exchanges between lanes: at h = 8 a thread keeps half of its elements and hands the other half's
+// sums to lane l ± 8, so that after h = 1 it has four whole sums.
 //
 //   elements of step s+1 → registers     while step s is multiplied
 //   registers → fp32, times their scale → the other tile in shared memory, then one barrier
@@ -84,7 +85,7 @@ struct Source {
   }
 };
 
-// The law's x' = element · scale, exact in fp32.
+// The contract's x' = element · scale, exact in fp32.
 __device__ __forceinline__ void decode(const Operand& o, const Four& four, float (&t)[4]) {
   const float scale = o.block == 16 ? decode_e4m3_scale<uint32_t>(four.scale) : o.block ? decode_e8m0<uint32_t>(four.scale) : 1.0f;
   const auto each = [&](auto&& value) {
@@ -102,7 +103,7 @@ __device__ __forceinline__ void decode(const Operand& o, const Four& four, float
   }
 }
 
-// kBoth: whether the step has both its sixteens; a zero that is not the law's would turn -0 into +0.
+// kBoth: whether the step has both its sixteens; a zero that is not the contract's would turn -0 into +0.
 template <class S, bool kBoth>
 __device__ __forceinline__ void multiply(const float* tile, float (&acc)[S::kSums]) {
   const S at;

@@ -187,7 +187,7 @@ __device__ inline int rht_of(const Input& in, const Copy& c, const View& v) {
 }
 
 // The RHT of vectors of n elements, N of them in each thread, n/N neighbouring lanes to a vector (or N/n vectors to a
-// thread). numerics/hadamard.h states the law; here its butterflies of h >= N are exchanges between lanes.
+// thread). numerics/hadamard.h defines it; here its butterflies of h >= N are exchanges between lanes.
 template <int N>
 struct Rotation {
   int n, stages;

@@ -53,7 +53,7 @@ struct Sizes {
 struct Tile {
   Rows rows;  // none, where the other CTA's are the last
   int64_t n0;
-  bool is_product;  // else it is past the last, or of rows of nobody
+  bool is_product;  // else it is past the last, or of unassigned rows
 };
 template <int kCtas>
 struct Tiles {

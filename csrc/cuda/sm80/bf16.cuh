@@ -5,7 +5,7 @@
 #include "../ptx/mma.h"
 
 // Operands as bf16, exactly: an E2M1 element times an E4M3 scale has six significant bits, an 8-bit element times a power
-// of two four, and the law keeps their exponents in range. The global scales are left to the epilogue.
+// of two four, and the numerics contract keeps their exponents in range. The global scales are left to the epilogue.
 namespace fp4ext::cuda {
 
 // A block's scale, twice.
