@@ -21,9 +21,12 @@ class Machine:
         torch.ops.load_library(str(library))
         self.ops = torch.ops.fp4ext_simt
 
-    def configure(self, seed: int = 0, asynchronous: str = "late", arithmetic: str = "hardware") -> None:
-        """seed: of the schedule. asynchronous: when copies land. arithmetic: how tensor cores add (ARITHMETICS)."""
-        self.ops.configure(seed, asynchronous, arithmetic)
+    def configure(
+        self, seed: int = 0, asynchronous: str = "late", arithmetic: str = "hardware", races: bool = True
+    ) -> None:
+        """seed: of the schedule. asynchronous: when copies land. arithmetic: of tensor cores (ARITHMETICS). races:
+        whether one ends the launch, or shows by its result alone, as on a device."""
+        self.ops.configure(seed, asynchronous, arithmetic, races)
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,13 @@
 namespace fp4ext {
 namespace {
 
-void configure(int64_t seed, std::string async, std::string arithmetic) {
+void configure(int64_t seed, std::string async, std::string arithmetic, bool races) {
   static constexpr Choice<simt::Async> kAsync[] = {
       {"early", simt::Async::early}, {"late", simt::Async::late}, {"random", simt::Async::random}};
   static constexpr Choice<simt::Arithmetic> kArithmetic[] = {
       {"hardware", simt::Arithmetic::hardware}, {"nearest", simt::Arithmetic::nearest}, {"toward_zero", simt::Arithmetic::toward_zero}};
   auto& o = simt::options();
-  o.seed = static_cast<uint64_t>(seed), o.async = choose("async", async, kAsync),
+  o.seed = static_cast<uint64_t>(seed), o.async = choose("async", async, kAsync), o.races = races;
   o.arithmetic = choose("arithmetic", arithmetic, kArithmetic);
 }
 
@@ -176,7 +176,7 @@ Tensor run_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::opt
 
 STABLE_TORCH_LIBRARY(fp4ext_simt, m) {
 #include "schemas.inc"
-  m.def("configure(int seed, str async, str arithmetic) -> ()");
+  m.def("configure(int seed, str async, str arithmetic, bool races) -> ()");
   m.def("dot(str kind, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, float c) -> float");
   m.def("descriptor(str of, int address) -> int");
   m.def("instruction(str format, int m, int n, int scale) -> int");

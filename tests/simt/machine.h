@@ -40,6 +40,7 @@ struct Options {
   uint64_t seed = 0;
   Async async = Async::late;
   Arithmetic arithmetic = Arithmetic::hardware;
+  bool races = true;              // end the launch; without, a race shows as a device shows it: by what it makes of the result
   std::array<int, 64> devices{};  // compute capability of each device, times 10
   int device = 0;                 // where all tensors are
 };

@@ -32,7 +32,7 @@ Clock with(const Clock& clock, int id, uint32_t epoch) {
   return std::make_shared<const Epochs>(std::move(e));
 }
 void check_fenced(const Agent& a) {
-  if (a.tensor_unfenced) fail("tcgen05.alloc: a synchronization without tcgen05.fence::before_thread_sync");
+  if (a.tensor_unfenced && options().races) fail("tcgen05.alloc: a synchronization without tcgen05.fence::before_thread_sync");
 }
 void next(uint32_t& epoch) {
   if (++epoch == kEpochs) fail("the machine counts no more epochs of an agent");
@@ -86,6 +86,7 @@ std::string name_of(uint32_t access) {
 }
 
 bool knows(const Clock& clock, uint32_t access) {
+  if (!options().races) return true;
   const auto id = static_cast<size_t>(agent_of(access));
   return clock && id < clock->size() && epoch_of(access) <= (*clock)[id];
 }
@@ -164,12 +165,14 @@ Message done(const Agent& engine, const Order& order) {
 }
 
 void tensor_writes(TensorCell& cell, const Agent& engine, const Order& order) {
+  if (!options().races) return;
   if (cell.read && !knows(order.knew.tensor, cell.read))
     fail("race: the tensor core writes tensor memory that " + name_of(cell.read) +
          " reads; no tcgen05.fence and synchronization stand between");
   cell = {access(engine.id, order.epoch), 0};
 }
 void tensor_reads(TensorCell& cell) {
+  if (!options().races) return;
   Agent& a = me().agent;
   if (cell.write && !knows(a.knows.tensor, cell.write))
     fail("race: " + name_of(access(a.id, 1)) +
@@ -178,6 +181,7 @@ void tensor_reads(TensorCell& cell) {
 }
 
 void watch_read(size_t offset, size_t bytes) {
+  if (!options().races) return;
   Agent& a = me().agent;
   const uint32_t mine = access(a.id, a.epoch);
   each_cell(shadow(), offset, bytes, [&](Cell& cell, size_t at) {
@@ -185,6 +189,7 @@ void watch_read(size_t offset, size_t bytes) {
   });
 }
 void watch_write(size_t offset, size_t bytes) {
+  if (!options().races) return;
   Agent& a = me().agent;
   const uint32_t mine = access(a.id, a.epoch);
   each_cell(shadow(), offset, bytes, [&](Cell& cell, size_t at) {
@@ -194,10 +199,12 @@ void watch_write(size_t offset, size_t bytes) {
   });
 }
 void watch_copy_begins(size_t offset, size_t bytes) {
+  if (!options().races) return;
   watch_write(offset, bytes);
   each_cell(shadow(), offset, bytes, [&](Cell& cell, size_t) { cell.write = access(kUnderWay, 1); });
 }
 void watch_copy_ends(size_t offset, size_t bytes) {
+  if (!options().races) return;
   const Agent& a = me().agent;
   each_cell(shadow(), offset, bytes, [&](Cell& cell, size_t) { cell = {access(a.id, a.epoch), {}}; });
 }
@@ -207,6 +214,7 @@ void watch_barrier(size_t offset) {
 }
 
 void engine_reads(Block& block, size_t offset, size_t bytes, const Agent& engine, const Order& order) {
+  if (!options().races) return;
   const uint32_t mine = access(engine.id, order.epoch);
   const Knowledge& knew = order.knew;
   const Clock& proxied = knew.proxied[block.rank != order.rank];
@@ -227,6 +235,7 @@ void engine_reads(Block& block, size_t offset, size_t bytes, const Agent& engine
   });
 }
 void engine_copy_begins(Block& block, size_t offset, size_t bytes, const Order& order) {
+  if (!options().races) return;
   const Knowledge& knew = order.knew;
   const uint32_t mine = access(block.bulk_engine.id, 1);
   const int first_engine = static_cast<int>(cluster_size() * block.threads.size());
@@ -240,6 +249,7 @@ void engine_copy_begins(Block& block, size_t offset, size_t bytes, const Order& 
   });
 }
 void engine_copy_ends(Block& block, size_t offset, size_t bytes, const Agent& engine, const Order& order) {
+  if (!options().races) return;
   each_cell(block.shadow, offset, bytes, [&](Cell& cell, size_t) { cell = {access(engine.id, order.epoch), {}}; });
 }
 
