@@ -23,7 +23,8 @@ PAIRS = {
     "UTMALDG.2D.2CTA": 2,
     "LDTM": 1,
     "LDGSTS": 2,
-    "UCGABAR_ARV": 2,
+    "UCGABAR_ARV": 3,
+    "FENCE.VIEW.ASYNC.S": 3,
     "SYNCS.ARRIVE.TRANS64.RED": 2,
     "MEMBAR.ALL.GPU": 2,
 }
@@ -82,11 +83,27 @@ KERNELS = {
         ("100a", "103a"),
         {
             "gemm_native_kernel.*Nvfp4ILi1E": (
-                {"UTCOMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "UTMALDG.2D": 2, "LDGSTS": 2},
+                {
+                    "UTCOMMA": 1,
+                    "UTCCP": 2,
+                    "UTCBAR": 2,
+                    "LDTM": 1,
+                    "UTMALDG.2D": 2,
+                    "LDGSTS": 2,
+                    "FENCE.VIEW.ASYNC.S": 3,
+                },
                 128,
             ),
             "gemm_native_kernel.*Mxfp8ILi1E": (
-                {"UTCQMMA": 1, "UTCCP": 2, "UTCBAR": 2, "LDTM": 1, "UTMALDG.2D": 2, "LDGSTS": 2},
+                {
+                    "UTCQMMA": 1,
+                    "UTCCP": 2,
+                    "UTCBAR": 2,
+                    "LDTM": 1,
+                    "UTMALDG.2D": 2,
+                    "LDGSTS": 2,
+                    "FENCE.VIEW.ASYNC.S": 3,
+                },
                 128,
             ),
             "gemm_native_kernel.*Nvfp4ILi2E": ({"UTCOMMA.2CTA": 1, **PAIRS}, 128),
@@ -162,6 +179,15 @@ def test_instructions_registers_and_spills(sass, source):
                 assert not missing, f"{where}: (found, wanted) {missing}"
                 assert not [line for line in lines if "SpillRefill" in line], f"{where}: spills"
                 assert registers(lines) <= most, f"{where}: {registers(lines)} registers"
+
+
+def test_a_pair_meets_before_it_allocates(sass):
+    """tcgen05.alloc of cta_group::2 wants both thread blocks to run (PTX ISA 9.7.16.7.1)."""
+    for arch, functions in sass("sm100/gemm_native.cu").items():
+        for name, lines in functions.items():
+            allocated = [i for i, line in enumerate(lines) if "UTCATOMSWS.2CTA.FIND_AND_SET" in line]
+            met = [i for i, line in enumerate(lines) if "UCGABAR_WAIT" in line]
+            assert not allocated or met[0] < allocated[0], f"sm_{arch} {name}"
 
 
 def test_every_kernel_is_looked_at():
