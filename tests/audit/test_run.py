@@ -26,7 +26,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["dense", pytest.param("mixture", marks=pytest.mark.slow)])
 def run(request, tmp_path_factory):
     """(run directory, kind): a sound run of bf16, end_to_end and the policy with faults; then a layer of it drowned."""
     import argparse

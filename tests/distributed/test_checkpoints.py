@@ -16,7 +16,8 @@ import fp4ext
 from fp4ext.testing import assert_bytes_equal
 from tests.ranks import run
 
-pytestmark = pytest.mark.xdist_group("checkpoints")  # ranks are spawned once for all tests of this file
+# Ranks are spawned once for all tests of this file.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("checkpoints")]
 
 
 def sharded(wire):

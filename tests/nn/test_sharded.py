@@ -191,13 +191,18 @@ def codes(rank):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     programs = {("tp", policy): partial(tp, policy=policy) for policy in POLICIES}
-    programs |= {("compiled", policy): partial(tp, policy=policy, compiled=True) for policy in ("nvidia", "end_to_end")}
     programs |= {("no bias", "end_to_end"): partial(tp, policy="end_to_end", bias=False)}
     programs |= {("sequence", policy): partial(tp, policy=policy, sequence=True) for policy in ("nvidia", "end_to_end")}
     programs |= {("own amax", policy): partial(tp, policy=policy, shared=False) for policy in ("nvidia", "end_to_end")}
     programs |= {("batch", policy): partial(dtensor_batch, policy=policy) for policy in ("nvidia", "end_to_end")}
     programs |= {("uneven", policy): partial(uneven, policy=policy) for policy in ("nvidia", "end_to_end")}
     return run(programs | {"refused": refused, "codes": codes}, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def two_compiled(tmp_path_factory):
+    programs = {policy: partial(tp, policy=policy, compiled=True) for policy in ("nvidia", "end_to_end")}
+    return run(programs, 2, tmp_path_factory.mktemp("compiled"))
 
 
 def one_process(policy, bias=True):
@@ -228,13 +233,22 @@ def test_the_codes_of_the_whole(key, cut, axis, two):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", ["tp", "compiled", "no bias", "sequence"])
+@pytest.mark.parametrize("way", ["tp", "no bias", "sequence"])
 def test_the_numbers_of_one_process(way, policy, two):
     if (way, policy) not in two[0]:
         pytest.skip(f"{way} runs for policies that differ in kind")
     wanted = one_process(policy, bias=way != "no bias")
     for rank in two:
         y, *gradients = distances(rank[way, policy], wanted)
+        assert y < CLOSE and max(gradients) < ONE_CODE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["nvidia", "end_to_end"])
+def test_compiled_the_numbers_of_one_process(policy, two_compiled):
+    wanted = one_process(policy)
+    for rank in two_compiled:
+        y, *gradients = distances(rank[policy], wanted)
         assert y < CLOSE and max(gradients) < ONE_CODE
 
 
@@ -301,6 +315,7 @@ def four(tmp_path_factory):
     return run(programs, 4, tmp_path_factory.mktemp("four"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "nvidia", "end_to_end", "compiled"])
 def test_gradients_are_the_mean_over_replicas(name, four):
     """The replicas are ranks 0, 1 and 2, 3; each draws as its first rank."""

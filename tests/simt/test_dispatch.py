@@ -16,9 +16,12 @@ def by(simt, kernel, x, w):
     return simt.ops.run_gemm(kernel, *x.parts, *w.parts, None, None, "float32")
 
 
-@pytest.mark.parametrize(
-    "sm, native", [(80, None), (90, None), (100, "sm100"), (103, "sm100"), (120, "sm120"), (121, "sm120")]
-)
+SLOW = pytest.mark.slow  # chips that run another one's kernels
+CHIPS = [(80, None), (90, None), (100, "sm100"), (120, "sm120")]
+CHIPS += [pytest.param(103, "sm100", marks=SLOW), pytest.param(121, "sm120", marks=SLOW)]
+
+
+@pytest.mark.parametrize("sm, native", CHIPS)
 def test_the_default(simt, device, sm, native):
     """Native where one takes the operands; else emulated, and few rows by the decode kernel, bit for bit."""
     i = device(sm)

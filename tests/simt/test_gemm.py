@@ -77,7 +77,7 @@ def test_integers_are_exact(simt, x_format, w_format):
 
 
 @pytest.mark.parametrize("x_format, w_format", DECODED_PAIRS)
-@pytest.mark.parametrize("arithmetic", ["hardware", "nearest"])
+@pytest.mark.parametrize("arithmetic", ["hardware", pytest.param("nearest", marks=pytest.mark.slow)])
 def test_decode_is_prefill(simt, x_format, w_format, arithmetic):
     """Bit for bit: a sampler's token is what the trainer computes."""
     simt.configure(arithmetic=arithmetic)
