@@ -178,7 +178,7 @@ def test_compiled_training_is_eager_training(name, way, policy):
 
 
 @pytest.mark.parametrize("policy", [pytest.param("nvidia", marks=pytest.mark.slow), "end_to_end"])
-@pytest.mark.parametrize("name", ["attention", "twice", "wide"])
+@pytest.mark.parametrize("name", ["attention", pytest.param("twice", marks=pytest.mark.slow), "wide"])
 def test_by_inductor(name, policy):
     check_training(name, policy, "compiled", "inductor", steps=3)
 
