@@ -26,7 +26,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=["dense", pytest.param("mixture", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=KINDS)
 def run(request, tmp_path_factory):
     """(run directory, kind): a sound run of bf16, end_to_end and the policy with faults; then a layer of it drowned."""
     import argparse
@@ -48,6 +48,7 @@ def audited(folder, out, *policies):
     return json.loads((out / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_planted_faults_of_a_run(run, tmp_path, capsys):
     folder, kind = run
     preset, biased, saturating, drowned = KINDS[kind]

@@ -106,8 +106,8 @@ def test_a_refusal_keeps_nothing(name, bytes_in_use):
                 continue
             raise AssertionError("taken")
 
-    refused(200)
+    refused(100)
     before = bytes_in_use()
-    refused(500)
-    kept = (bytes_in_use() - before) / 500
+    refused(200)
+    kept = (bytes_in_use() - before) / 200
     assert kept < 8, f"{kept:.0f} bytes a call stay"
